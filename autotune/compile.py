@@ -1,0 +1,405 @@
+"""What the compiler makes of each Triton config, without a GPU.
+
+`fastweights autotune compile --target sm_90 polar_attention` compiles every config of an
+op for that target in parallel processes, reads registers, stack, shared memory and the kind of
+matrix instruction, and fails if a config does not compile, does not fit into a block, spills, or
+does not use the matrix instruction that it states.
+
+An op takes part by a function `compile_cases(target, quick)` in its `tuning.py`, which returns a
+list of `CompileCase`; the function that builds a launch's signature builds theirs too. Nothing
+here imports Triton before a kernel is compiled, and kernels travel to the workers by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .space import Config, Device
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Per-multiprocessor limits of a GPU architecture.
+
+    Attributes:
+        block_shared: bytes of shared memory that one block may use.
+        shared: bytes of shared memory of a multiprocessor.
+        threads: resident threads.
+        blocks: resident blocks.
+        registers: 32-bit registers.
+    """
+
+    block_shared: int
+    shared: int
+    threads: int
+    blocks: int
+    registers: int = 65536
+
+    def resident(self, registers: int, shared_bytes: int, num_warps: int) -> int:
+        """Blocks that fit on one multiprocessor at a time.
+
+        Registers are handed out to a warp in steps of 256 within a quarter of the file; each
+        block's shared memory is rounded up to 128 bytes after 1 KB kept by the system.
+        """
+        a_warp = -(-registers // 8) * 8 * 32
+        a_block = -(-(shared_bytes + 1024) // 128) * 128
+        warps = 4 * (self.registers // 4 // a_warp) if a_warp else self.threads // 32
+        return min(
+            warps // num_warps,
+            self.shared // a_block,
+            self.threads // (32 * num_warps),
+            self.blocks,
+        )
+
+
+_KB = 1024
+ARCHITECTURES = {
+    "sm_80": Architecture(163 * _KB, 164 * _KB, 2048, 32),
+    "sm_86": Architecture(99 * _KB, 100 * _KB, 1536, 16),
+    "sm_89": Architecture(99 * _KB, 100 * _KB, 1536, 24),
+    "sm_90": Architecture(227 * _KB, 228 * _KB, 2048, 32),
+    "sm_100": Architecture(227 * _KB, 228 * _KB, 2048, 32),
+    "sm_120": Architecture(99 * _KB, 100 * _KB, 1536, 24),
+}
+
+
+def target_name(target: str) -> str:
+    """The name used here for a target: "sm_90a" is "sm_90".
+
+    Raises:
+        ValueError: an architecture whose limits are not known.
+    """
+    name = target.rstrip("a")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"target must be one of {', '.join(ARCHITECTURES)}, got {target!r}")
+    return name
+
+
+def target_device(target: str) -> Device:
+    """The `Device` that a space's `fits` sees for a compile target."""
+    name = target_name(target)
+    limits = ARCHITECTURES[name]
+    return Device(name, limits.block_shared, limits.registers)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One specialisation of a Triton kernel, as picklable data.
+
+    Attributes:
+        module: importable module that holds the kernel.
+        name: the kernel's attribute in that module.
+        signature: Triton type of each run-time argument by name ("*bf16", "i32",
+            "tensordesc<bf16[128, 64]>").
+        constexprs: value of each compile-time argument by name.
+        divisible: run-time arguments that are multiples of 16 (pointers: of 16 bytes). Without
+            them loads are not vectorised, and it is another kernel.
+        num_warps: warps of one program.
+        num_stages: depth of the software pipeline.
+    """
+
+    module: str
+    name: str
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def half_precision(self) -> bool:
+        """True if an argument holds 16-bit floats."""
+        return any(re.search(r"\b(bf16|fp16)\b", kind) for kind in self.signature.values())
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One kernel of one config of an op's pass.
+
+    Attributes:
+        op: op name.
+        pass_: the pass of the config's space ("fwd", "bwd").
+        config: the config; states the matrix instruction that its kernels should use.
+        source: the kernel to compile.
+        matrix: overrides `config.matrix`, for a kernel that multiplies no matrices beside one
+            that does.
+        max_stack: bytes of stack that this kernel may use; None leaves it to the command line.
+    """
+
+    op: str
+    pass_: str
+    config: Config
+    source: KernelSource
+    matrix: str | None = None
+    max_stack: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a kernel.
+
+    Attributes:
+        registers: 32-bit registers of a thread.
+        stack_bytes: local memory of a thread; more than zero means spills or indexed arrays.
+        shared_bytes: dynamic shared memory of a block.
+        matrix: "wgmma", "tcgen05" (Blackwell), "mma", or "fma" where there is none of them.
+        blocks_per_sm: blocks that fit on one multiprocessor at a time.
+        seconds: time taken; short where Triton's own cache holds the result.
+        error: None, or why it did not compile (the numbers are 0 then).
+    """
+
+    registers: int = 0
+    stack_bytes: int = 0
+    shared_bytes: int = 0
+    matrix: str = "fma"
+    blocks_per_sm: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+def compile_kernel(source: KernelSource, target: str) -> Report:
+    """Compile one kernel for a target such as "sm_90" and read its resources.
+
+    Errors of the compiler come back in the report.
+
+    Raises:
+        RuntimeError: the kernel was loaded under Triton's interpreter, which compiles nothing.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    name = target_name(target)
+    kernel = _kernel(source)
+    constexprs = dict(source.constexprs)
+    types = {arg: "constexpr" if arg in constexprs else None for arg in kernel.arg_names}
+    signature = {arg: kind or source.signature[arg] for arg, kind in types.items()}
+    aligned = {
+        (kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in source.divisible
+    }
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    start = time.perf_counter()
+    try:
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
+            target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32),
+            options=options,
+        )
+        registers, stack = _resources(compiled.asm["cubin"])
+    except Exception as error:
+        message = " ".join(str(error).split())[-300:]
+        seconds = time.perf_counter() - start
+        return Report(seconds=seconds, error=f"{type(error).__name__}: {message}")
+    seconds = time.perf_counter() - start
+    shared = compiled.metadata.shared
+    blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
+    return Report(registers, stack, shared, _matrix(compiled.asm["ptx"]), blocks, seconds)
+
+
+def _kernel(source: KernelSource) -> Any:
+    from triton.runtime import JITFunction
+
+    kernel = getattr(importlib.import_module(source.module), source.name)
+    # Heuristics and autotuners wrap the kernel itself.
+    while not isinstance(kernel, JITFunction):
+        if type(kernel).__name__ == "InterpretedFunction" or not hasattr(kernel, "fn"):
+            raise RuntimeError(
+                f"{source.module}.{source.name} is a {type(kernel).__name__}, not a compiled "
+                "kernel; compile in a process without TRITON_INTERPRET"
+            )
+        kernel = kernel.fn
+    return kernel
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of the one kernel in a cubin."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    if registers is None or stack is None:
+        raise ValueError(f"no resource usage in the output of cuobjdump: {text!r}")
+    return int(registers[1]), int(stack[1])
+
+
+def _matrix(ptx: str) -> str:
+    for instruction, name in (
+        ("wgmma.mma_async", "wgmma"),
+        ("tcgen05.mma", "tcgen05"),
+        ("mma.sync", "mma"),
+    ):
+        if instruction in ptx:
+            return name
+    return "fma"
+
+
+def expected_matrix(matrix: str, target: str) -> str:
+    """What a config's `matrix` becomes on a target: wgmma exists on Hopper alone."""
+    if matrix != "wgmma":
+        return matrix
+    return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(target_name(target), "mma")
+
+
+def problem(case: CompileCase, report: Report, target: str, max_stack: int = 0) -> str | None:
+    """Why a case fails the check; None if it passes."""
+    if report.error is not None:
+        return report.error
+    limit = ARCHITECTURES[target_name(target)].block_shared
+    if report.shared_bytes > limit:
+        return f"{report.shared_bytes} bytes of shared memory, a block has {limit}"
+    allowed = max_stack if case.max_stack is None else case.max_stack
+    if report.stack_bytes > allowed:
+        return f"{report.stack_bytes} bytes of stack, allowed {allowed}"
+    expected = expected_matrix(case.matrix or case.config.matrix, target)
+    if case.source.half_precision and report.matrix != expected:
+        return f"uses {report.matrix}, the config states {expected}"
+    return None
+
+
+@contextlib.contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Start workers without TRITON_INTERPRET: Triton reads it while its modules are imported."""
+    value = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ["TRITON_INTERPRET"] = value
+
+
+def compile_all(
+    sources: Sequence[KernelSource], target: str, *, workers: int | None = None
+) -> list[Report]:
+    """Compile many kernels in parallel processes; reports come in the order of `sources`.
+
+    A kernel on which the compiler dies costs its own report only.
+    """
+    from tqdm import tqdm
+
+    workers = min(workers or os.cpu_count() or 1, max(len(sources), 1))
+    reports: dict[int, Report] = {}
+    with _without_interpreter():
+        with _pool(workers) as pool, tqdm(total=len(sources), unit="kernel", disable=None) as bar:
+            futures = {
+                pool.submit(compile_kernel, source, target): index
+                for index, source in enumerate(sources)
+            }
+            for future in as_completed(futures):
+                with contextlib.suppress(BrokenProcessPool):
+                    reports[futures[future]] = future.result()
+                    bar.update()
+        # A dead worker takes the pool along; alone, each remaining kernel answers for itself.
+        for index in sorted(set(range(len(sources))) - set(reports)):
+            with _pool(1) as pool:
+                try:
+                    reports[index] = pool.submit(compile_kernel, sources[index], target).result()
+                except BrokenProcessPool:
+                    reports[index] = Report(error="the compiler's process died")
+    return [reports[index] for index in range(len(sources))]
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _table(cases: Sequence[CompileCase], reports: Sequence[Report]) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        {
+            "op": case.op,
+            "pass": case.pass_,
+            "config": case.config.name,
+            "kernel": case.source.name,
+            "registers": report.registers,
+            "stack": report.stack_bytes,
+            "shared KB": f"{report.shared_bytes / _KB:.1f}",
+            "matrix": report.matrix,
+            "CTAs/SM": report.blocks_per_sm,
+            "seconds": f"{report.seconds:.2f}",
+        }
+        for case, report in zip(cases, reports, strict=True)
+    ]
+    return tabulate(rows, headers="keys")
+
+
+def _document(
+    target: str, cases: Sequence[CompileCase], reports: Sequence[Report], max_stack: int
+) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    rows = [
+        {"op": case.op, "pass": case.pass_, "config": case.config.name, "kernel": case.source.name}
+        | asdict(report)
+        | {"problem": problem(case, report, target, max_stack)}
+        for case, report in zip(cases, reports, strict=True)
+    ]
+    return {"schema": 1, "target": target, "triton": version("triton"), "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0 if every config passes, 1 if one fails."""
+    parser = argparse.ArgumentParser(
+        prog="fastweights autotune compile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("ops", nargs="+", metavar="OP", help="op folder, e.g. polar_attention")
+    parser.add_argument("--target", default="sm_90", help="sm_80, sm_86, sm_89, sm_90, …")
+    parser.add_argument("--quick", action="store_true", help="the op's short list of cases")
+    parser.add_argument("--max-stack", type=int, default=0, metavar="BYTES", help="allowed stack")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports there too")
+    options = parser.parse_args(argv)
+    try:
+        target = target_name(options.target)
+    except ValueError as error:
+        parser.error(str(error))
+
+    cases: list[CompileCase] = []
+    for op in options.ops:
+        module = f"fastweights.ops.{op}.tuning"
+        try:
+            tuning = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name not in (module, module.rpartition(".")[0]):
+                raise
+            parser.error(f"there is no op {op!r} with a tuning.py")
+        cases += tuning.compile_cases(target, options.quick)
+    start = time.perf_counter()
+    reports = compile_all([case.source for case in cases], target, workers=options.workers)
+    print(_table(cases, reports))
+    if options.json is not None:
+        document = _document(target, cases, reports, options.max_stack)
+        options.json.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    failures = 0
+    for case, report in zip(cases, reports, strict=True):
+        reason = problem(case, report, target, options.max_stack)
+        if reason is not None:
+            failures += 1
+            print(f"FAILED {case.op} {case.pass_} {case.config.name} {case.source.name}: {reason}")
+    seconds = time.perf_counter() - start
+    print(f"{target}: {len(cases)} kernels, {failures} failed, {seconds:.1f} s")
+    return 1 if failures or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

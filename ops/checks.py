@@ -1,0 +1,106 @@
+"""Argument checks shared by all public functions.
+
+Each raises `TypeError` or `ValueError` whose message names the argument, says what came and what
+is accepted. They look at shapes, dtypes and devices, never at values on a GPU: no check syncs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+FLOATING = (*HALF_AND_SINGLE, torch.float64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor(op: str, name: str, x: object, layout: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Require a plain tensor with as many dimensions as `layout` has letters ("B T H D").
+
+    Raises:
+        TypeError: not a tensor, a DTensor, or a dtype outside `dtypes`.
+        ValueError: another number of dimensions.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if type(x).__name__ == "DTensor":
+        raise TypeError(
+            f"{op}: {name} is a DTensor; pass the local tensor (x.to_local()), "
+            "the op does not redistribute"
+        )
+    if x.dtype not in dtypes:
+        accepted = ", ".join(_name(d) for d in dtypes)
+        raise TypeError(f"{op}: {name} has dtype {_name(x.dtype)}; accepted: {accepted}")
+    letters = layout.split()
+    if x.ndim != len(letters):
+        raise ValueError(
+            f"{op}: {name} must have {len(letters)} dimensions ({', '.join(letters)}), "
+            f"got shape {tuple(x.shape)}"
+        )
+
+
+def size(op: str, name: str, x: torch.Tensor, dim: int, expected: int, meaning: str) -> None:
+    """Require `x.shape[dim] == expected`; `meaning` says where the expected size comes from."""
+    if x.shape[dim] != expected:
+        raise ValueError(
+            f"{op}: {name} has size {x.shape[dim]} in dimension {dim}, expected {expected} "
+            f"({meaning})"
+        )
+
+
+def same_device(op: str, name: str, x: torch.Tensor, device: torch.device) -> None:
+    """Require that `x` lives on `device`."""
+    if x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device}, expected {device}")
+
+
+def same_dtype(op: str, name: str, x: torch.Tensor, dtype: torch.dtype, of: str) -> None:
+    """Require that `x` has `dtype`, the dtype of argument `of`."""
+    if x.dtype != dtype:
+        raise TypeError(f"{op}: {name} has dtype {_name(x.dtype)}, {of} has {_name(dtype)}")
+
+
+def positive(op: str, name: str, value: int | None) -> None:
+    """Require None or an int of at least 1."""
+    if value is not None and value < 1:
+        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+
+
+def choice(op: str, name: str, value: str, accepted: Sequence[str]) -> None:
+    """Require one of a few words."""
+    if value not in accepted:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(accepted)}, got {value!r}")
+
+
+def cu_seqlens(
+    op: str, name: str, cu: torch.Tensor, device: torch.device, batch: int, total: int
+) -> None:
+    """Require packed-sequence offsets: int32 (N+1,), start 0, non-decreasing, end <= `total`.
+
+    Values are read on CPU tensors only; on a GPU that would be a sync.
+    """
+    tensor(op, name, cu, "N+1", (torch.int32,))
+    same_device(op, name, cu, device)
+    if batch != 1:
+        raise ValueError(f"{op}: {name} needs batch size 1 (sequences packed along T), got {batch}")
+    if cu.shape[0] < 1:
+        raise ValueError(f"{op}: {name} must hold at least the starting 0, got an empty tensor")
+    if cu.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(cu):
+        values = cu.tolist()
+        if values[0] != 0 or any(a > b for a, b in zip(values, values[1:], strict=False)):
+            raise ValueError(f"{op}: {name} must start at 0 and never decrease, got {values}")
+        if values[-1] > total:
+            raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {total} tokens given")
+
+
+def _is_fake(x: torch.Tensor) -> bool:
+    return isinstance(x, torch._subclasses.FakeTensor)
+
+
+def last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its last dimension has stride 1, else one contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,632 @@
+"""Triton backend: config spaces and launchers. The kernels are in `triton_fwd` and `triton_bwd`.
+
+Backward has two forms in one space. `split` runs a dk/dv kernel and a dq kernel; no atomics, so it
+is what deterministic mode gets. `single` (SINGLE = 1) forms every score once and adds dq into an
+fp32 buffer with atomic (bulk-reduce) additions; `finish` casts it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...autotune.space import Config, Device, Key, Space, choose
+from .. import triton_runtime as runtime
+from ..alloc import empty
+from ..checks import last_contiguous
+from .op import EPS, PACKAGE, AttentionShape, Lengths, NullParameters
+
+OP = "polar_attention"
+FORWARD = f"{PACKAGE}.triton_fwd"
+BACKWARD = f"{PACKAGE}.triton_bwd"
+
+NO_LIMIT = 2**30  # window of a call without one: no sequence reaches it, no sum overflows
+ROW_TILE = 128  # unit of the padded row layout of backward; as in triton_bwd
+FINISH_ROWS = 64  # rows of a program of finish
+MIN_BLOCK_D = 16
+
+
+def supports(shape: AttentionShape, arch: str) -> str | None:
+    """None, or why Triton cannot run this call."""
+    if not runtime.installed():
+        return "Triton is not installed"
+    if arch == "cpu" and shape.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if arch != "cpu" and Device.of(shape.device).capability < 80:
+        return f"{arch} is older than sm_80"
+    return None
+
+
+# ---- config spaces ------------------------------------------------------------------------------
+
+
+def block_d(head_dim: int) -> int:
+    """Head width padded to the power of two that tiles have."""
+    return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+def bucket(shape: AttentionShape) -> Key:
+    """(element bytes, padded head width, polar, null value, windowed, deterministic)."""
+    return (
+        shape.dtype.itemsize,
+        block_d(shape.head_dim),
+        shape.polar,
+        shape.null_value,
+        _windowed(shape),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _windowed(shape: AttentionShape) -> bool:
+    """Whether the window hides a key; one that cannot is no window, bit for bit."""
+    return shape.window is not None and shape.window < shape.tk
+
+
+def _config(m: int, n: int, warps: int, stages: int, **tiles: int) -> Config:
+    wide = warps >= 4 and m >= 64
+    return Config.make(
+        BLOCK_M=m,
+        BLOCK_N=n,
+        num_warps=warps,
+        num_stages=stages,
+        matrix="wgmma" if wide else "mma",
+        **tiles,
+    )
+
+
+def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
+    size, width = key[:2]
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    shared = size * width * (m + 2 * n * config.num_stages)
+    registers = m * (width + n) // (32 * config.num_warps)
+    return _limits(config, key, device, shared, registers, most=192)
+
+
+def _limits(
+    config: Config, key: Key, device: Device, shared: int, registers: int, most: int
+) -> str | None:
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    if registers > most:
+        return f"needs about {registers} registers a thread for its accumulators"
+    if config.get("HALF", 1) != (key[0] == 2):
+        return "is for another element size"
+    return None
+
+
+def _default_fwd(key: Key, device: Device) -> Config:
+    size, width = key[:2]
+    if size == 4:
+        return _first_fitting(SPACE_FWD, key, device, [(64, 32, 4, 2), (32, 32, 4, 2)])
+    preferred = {
+        64: [(64, 128, 4, 2), (128, 64, 8, 2)],
+        128: [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)],
+        256: [(128, 64, 8, 2), (64, 64, 8, 2)],
+    }
+    wide = min(max(width, 64), 256)
+    return _first_fitting(SPACE_FWD, key, device, preferred[wide] + [(64, 64, 4, 2)])
+
+
+def _first_fitting(
+    space: Space, key: Key, device: Device, preferred: list[tuple[int, int, int, int]]
+) -> Config:
+    """The first preferred tile that fits, else the smallest config that does."""
+    fitting = space.fitting(key, device)
+    for m, n, warps, stages in preferred:
+        for config in fitting:
+            shape = (config["BLOCK_M"], config["BLOCK_N"], config.num_warps, config.num_stages)
+            if shape == (m, n, warps, stages):
+                return config
+    return min(fitting, key=lambda config: config["BLOCK_M"] * config["BLOCK_N"])
+
+
+SPACE_FWD = Space(
+    op=OP,
+    pass_="fwd",
+    backend="triton",
+    configs=(
+        *(
+            _config(m, n, warps, stages, HALF=1)
+            for m, n, warps, stages in (
+                (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3),
+                (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 4, 2), (256, 64, 8, 2),
+                (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3),
+                (64, 32, 4, 3), (64, 32, 4, 4), (32, 32, 4, 2),
+            )
+        ),
+        *(
+            _config(m, n, warps, stages, HALF=0)
+            for m, n, warps, stages in (
+                (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (32, 32, 4, 2),
+            )
+        ),
+    ),
+    fits=_fits_fwd,
+    bucket=bucket,
+    default=_default_fwd,
+)  # fmt: skip
+
+
+def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
+    size, width, _, null_value, _, deterministic = key
+    if deterministic and config.atomic:
+        return "adds with atomics, and deterministic algorithms are on"
+    if null_value and config["SINGLE"]:
+        return "does not form the row sums that the gradient of a strong null needs"
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    single = config["SINGLE"]
+    shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
+    shared += single * (size * m * n + 4 * m * width)
+    registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
+    reason = _limits(config, key, device, shared, registers, most=288)
+    if reason is not None or single:
+        return reason
+    m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
+    shared = size * width * 2 * (m + n * stages)
+    registers = m * (width + 2 * n) // (32 * config["DQ_WARPS"])
+    return _limits(config, key, device, shared, registers, most=224)
+
+
+def _default_bwd(key: Key, device: Device) -> Config:
+    fitting = SPACE_BWD.fitting(key, device)
+    return min(fitting, key=lambda config: SPACE_BWD.configs.index(config))
+
+
+def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
+    made = _config(m, n, warps, stages, SINGLE=1, HALF=half)
+    return Config(made.tiles, warps, stages, made.matrix, atomic=True)
+
+
+def _split(
+    dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half: int = 1
+) -> Config:
+    names = ("DQ_M", "DQ_N", "DQ_WARPS", "DQ_STAGES")
+    return _config(*dkdv, SINGLE=0, HALF=half, **dict(zip(names, dq, strict=True)))
+
+
+SPACE_BWD = Space(
+    op=OP,
+    pass_="bwd",
+    backend="triton",
+    configs=(
+        _split((64, 64, 4, 2), (128, 128, 8, 2)),
+        _split((64, 64, 4, 2), (128, 64, 8, 2)),
+        _split((64, 64, 4, 2), (64, 64, 4, 2)),
+        _split((64, 128, 8, 2), (128, 128, 8, 2)),
+        _split((64, 64, 8, 2), (64, 64, 8, 2)),
+        _split((32, 64, 4, 2), (64, 32, 4, 2)),
+        _split((32, 32, 4, 1), (32, 32, 4, 1)),
+        _single(64, 128, 8, 2),
+        _single(32, 128, 8, 2),
+        _single(64, 64, 4, 2),
+        _single(128, 128, 8, 2),
+        _single(64, 64, 8, 2),
+        _single(32, 64, 4, 2),
+        _single(32, 32, 4, 1),
+        _split((32, 64, 4, 2), (64, 32, 4, 2), half=0),
+        _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
+        _single(32, 64, 8, 1, half=0),
+        _single(32, 32, 4, 1, half=0),
+    ),
+    fits=_fits_bwd,
+    bucket=bucket,
+    default=_default_bwd,
+)
+
+
+# ---- launchers ----------------------------------------------------------------------------------
+
+
+def _precision(shape: AttentionShape) -> str:
+    """How fp32 operands are multiplied: tf32x3 keeps fp32 accuracy on tensor cores."""
+    if shape.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "tf32x3" if shape.dtype == torch.float32 else "ieee"
+
+
+def _rules(shape: AttentionShape) -> dict[str, Any]:
+    """The compile-time flags that say which keys a row sees."""
+    return {
+        "CAUSAL": shape.causal and not shape.has_n_keys,
+        "N_KEYS": shape.has_n_keys,
+        "WINDOW": _windowed(shape),
+        "PACKED": shape.packed,
+    }
+
+
+def _lengths(shape: AttentionShape, lengths: Lengths) -> dict[str, Any]:
+    """Sizes and length tensors as every kernel takes them."""
+    n_keys, cu_q, cu_k = lengths
+    if n_keys is not None:
+        n_keys = n_keys.contiguous()
+    return {
+        "n_keys": n_keys,
+        "cu_q": cu_q,
+        "cu_k": cu_q if cu_k is None else cu_k,
+        "tq": shape.tq,
+        "tk": shape.tk,
+        "heads_q": shape.heads_q,
+        "sequences": shape.sequences or 0,
+        "window": min(shape.window or NO_LIMIT, NO_LIMIT),
+        "stride_nb": shape.tq if n_keys is not None and n_keys.ndim == 2 else 0,
+    }
+
+
+def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    stride_b, stride_t, stride_h = x.stride()[:3]
+    return {
+        f"stride_{name}b": stride_b,
+        f"stride_{name}t": stride_t,
+        f"stride_{name}h": stride_h,
+    }
+
+
+def _tiles(shape: AttentionShape, total: int, rows: int) -> int:
+    """Programs that cover `total` rows of one head; the kernels count the same way."""
+    if shape.sequences is not None:
+        return total // rows + shape.sequences + 1
+    return -(-total // rows)
+
+
+def _null_arguments(null: NullParameters | None) -> dict[str, Any]:
+    if null is None:
+        names = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
+        return dict.fromkeys(names)
+    return {
+        "null_value": None if null.value is None else null.value.contiguous(),
+        "null_base": null.base.contiguous(),
+        "null_slope": null.slope.contiguous(),
+        "length_gain": null.length_gain.contiguous(),
+        "magnitude_gain": null.magnitude_gain.contiguous(),
+    }
+
+
+def fwd(
+    shape: AttentionShape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    null: NullParameters | None,
+    lengths: Lengths,
+) -> tuple[torch.Tensor, ...]:
+    """direction, count, lse, n_eff, rho, null_mass in Polar mode; out, lse in softmax mode."""
+    config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
+    m, n, width = config["BLOCK_M"], config["BLOCK_N"], block_d(shape.head_dim)
+    q, k, v = (last_contiguous(x) for x in (q, k, v))
+    device = shape.device
+    rows = (shape.batch, shape.heads_q, shape.tq)
+    out = empty(q.shape, dtype=shape.dtype, device=device)
+    lse = empty(rows, dtype=torch.float32, device=device)
+    count = n_eff = rho = null_mass = None
+    if shape.polar:
+        count = empty((shape.batch, shape.tq, shape.heads_q), dtype=shape.dtype, device=device)
+        n_eff, rho, null_mass = (empty(rows, dtype=torch.float32, device=device) for _ in range(3))
+
+    bulk = runtime.bulk_copies(device, q, k, v)
+    arguments = {
+        "q": runtime.head_tiles(q, m, width) if bulk else q,
+        "k": runtime.head_tiles(k, n, width) if bulk else k,
+        "v": runtime.head_tiles(v, n, width) if bulk else v,
+        **_null_arguments(null),
+        "out": out,
+        "count": count,
+        "lse": lse,
+        "n_eff": n_eff,
+        "rho": rho,
+        "null_mass": null_mass,
+        "group": shape.group,
+        "scale": shape.scale,
+        **_lengths(shape, lengths),
+        **_strides("q", q),
+        **_strides("k", k),
+        **_strides("v", v),
+    }
+    constants = {
+        "POLAR": shape.polar,
+        "NULL_VALUE": shape.null_value,
+        **_rules(shape),
+        "WIDTH": shape.head_dim,
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_D": width,
+        "TMA": bulk,
+        "ALIGNED": all(map(runtime.aligned, (q, k, v))),
+        "PRECISION": _precision(shape),
+        "STAGES": config.num_stages,
+        "EPS": EPS,
+    }
+    programs = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
+    kernel = (FORWARD, "attention_fwd")
+    runtime.launch(OP, kernel, programs, device, config, arguments, constants)
+    if not shape.polar:
+        return out, lse
+    return out, count, lse, n_eff, rho, null_mass  # type: ignore[return-value]
+
+
+def bwd(
+    shape: AttentionShape,
+    d_out: torch.Tensor,
+    d_count: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    null: NullParameters | None,
+    lengths: Lengths,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    n_eff: torch.Tensor | None,
+    rho: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and, in Polar mode, the gradients of the five parameters."""
+    return _Backward(shape, q, k, v, null, lengths).run(d_out, d_count, out, lse, n_eff, rho)
+
+
+class _Backward:
+    """One backward call: what its kernels share, and the kernels in order."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        null: NullParameters | None,
+        lengths: Lengths,
+    ) -> None:
+        self.shape = shape
+        self.device = shape.device
+        self.q, self.k, self.v = (last_contiguous(x) for x in (q, k, v))
+        self.null = null
+        self.config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
+        self.width = block_d(shape.head_dim)
+        self.heads = shape.batch * shape.heads_q
+        self.padded = _tiles(shape, shape.tq, ROW_TILE) * ROW_TILE
+        self.lengths = _lengths(shape, lengths)
+        self.constants = {
+            "POLAR": shape.polar,
+            **_rules(shape),
+            "WIDTH": shape.head_dim,
+            "BLOCK_D": self.width,
+        }
+
+    def _launch(
+        self,
+        name: str,
+        programs: int,
+        arguments: dict[str, Any],
+        constants: dict[str, Any],
+        config: Config | None = None,
+    ) -> None:
+        chosen = config or Config.make(num_warps=4, num_stages=1, matrix="fma")
+        kernel = (BACKWARD, name)
+        runtime.launch(OP, kernel, programs, self.device, chosen, arguments, constants)
+
+    def _gains(self) -> dict[str, Any]:
+        null = _null_arguments(self.null)
+        return {name: null[name] for name in ("null_base", "null_slope", "length_gain")}
+
+    def _float(self, *size: int) -> torch.Tensor:
+        return empty(size, dtype=torch.float32, device=self.device)
+
+    def run(
+        self,
+        d_out: torch.Tensor,
+        d_count: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        n_eff: torch.Tensor | None,
+        rho: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        self._prepare(last_contiguous(d_out), d_count, out, lse, n_eff, rho)
+        if self.config["SINGLE"]:
+            buffer = self._float(self.heads * self.width, self.padded).zero_()
+            dk, dv = self._dkdv(buffer)
+            dq = self._finish(buffer)
+        else:
+            dk, dv = self._dkdv(None)
+            dq = self._dq()
+        if self.null is None:
+            return dq, dk, dv
+        return (dq, dk, dv, *self._parameters(self.null))
+
+    def _prepare(
+        self,
+        d_out: torch.Tensor,
+        d_count: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        n_eff: torch.Tensor | None,
+        rho: torch.Tensor | None,
+    ) -> None:
+        """Qs, Gs, row statistics, and the first partial sums of the parameter gradients."""
+        shape = self.shape
+        tiles = self.padded // ROW_TILE
+        rows = (1, self.heads * self.padded)
+        operand = (self.heads * self.padded, shape.head_dim)
+        self.lam, self.e0 = self._float(*rows), self._float(*rows)
+        self.e1 = self._float(*rows) if shape.polar else None
+        self.by_pairs = self._float(*rows) if shape.null_value else None
+        self.qs, self.gs = (
+            empty(operand, dtype=shape.dtype, device=self.device) for _ in range(2)
+        )
+        self.sums = None
+        if shape.polar:
+            self.sums = self._float(shape.heads_q, shape.batch * tiles, 4 + shape.head_dim)
+        else:
+            d_count = d_count.contiguous()  # d lse, (B, Hq, Tq)
+        stride_b, stride_t, stride_h = d_count.stride()
+        arguments = {
+            "q": self.q,
+            "d_out": d_out,
+            "d_count": d_count,
+            "out": out,
+            "lse": lse,
+            "n_eff": n_eff,
+            "rho": rho,
+            **_null_arguments(self.null),
+            "qs": self.qs,
+            "gs": self.gs,
+            "lam_rows": self.lam,
+            "e0_rows": self.e0,
+            "e1_rows": self.e1,
+            "by_pairs": self.by_pairs,
+            "sums": self.sums,
+            "partials": shape.batch * tiles,
+            "padded": self.padded,
+            "scale": shape.scale,
+            **_strides("q", self.q),
+            **_strides("g", d_out),
+            "stride_cb": stride_b,
+            "stride_ct": stride_t,
+            "stride_ch": stride_h,
+            **self.lengths,
+        }
+        constants = {
+            **self.constants,
+            "NULL_VALUE": shape.null_value,
+            "STEP": 16,
+            "ALIGNED": all(map(runtime.aligned, (self.q, d_out))),
+            "EPS": EPS,
+        }
+        self._launch("attention_bwd_prepare", tiles * self.heads, arguments, constants)
+
+    def _pair_kernel(
+        self, m: int, n: int, stages: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments and constants that the two kernels over pairs share."""
+        bulk = runtime.bulk_copies(self.device, self.k, self.v, self.qs)
+        tiles = {"k": self.k, "v": self.v} if not bulk else {
+            "k": runtime.head_tiles(self.k, n, self.width),
+            "v": runtime.head_tiles(self.v, n, self.width),
+        }  # fmt: skip
+        rows = {"qs": self.qs, "gs": self.gs} if not bulk else {
+            "qs": runtime.matrix_tiles(self.qs, m, self.width),
+            "gs": runtime.matrix_tiles(self.gs, m, self.width),
+        }  # fmt: skip
+        arguments = {
+            **tiles,
+            **rows,
+            "lam_rows": self.lam,
+            "e0_rows": self.e0,
+            "e1_rows": self.e1,
+            **_strides("k", self.k),
+            **_strides("v", self.v),
+            "padded": self.padded,
+            "group": self.shape.group,
+            **self.lengths,
+        }
+        constants = {
+            **self.constants,
+            "BLOCK_M": m,
+            "BLOCK_N": n,
+            "TMA": bulk,
+            "ALIGNED": all(map(runtime.aligned, (self.k, self.v))),
+            "PRECISION": _precision(self.shape),
+            "STAGES": stages,
+        }
+        return arguments, constants
+
+    def _dkdv(self, buffer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """dk and dv; with a buffer also the sums of dq, added into it."""
+        shape, config = self.shape, self.config
+        m, n = config["BLOCK_M"], config["BLOCK_N"]
+        dk = empty(self.k.shape, dtype=shape.dtype, device=self.device)
+        dv = empty(self.v.shape, dtype=shape.dtype, device=self.device)
+        arguments, constants = self._pair_kernel(m, n, config.num_stages)
+        if constants["TMA"]:
+            for name in ("lam_rows", "e0_rows", "e1_rows"):
+                if arguments[name] is not None:
+                    arguments[name] = runtime.matrix_tiles(arguments[name], 1, m)
+        # The interpreter has descriptors but no bulk additions.
+        reduce = constants["TMA"] and Device.of(self.device).capability > 0
+        dq: Any = buffer
+        if reduce and buffer is not None:
+            dq = runtime.matrix_tiles(buffer, self.width, m)
+        arguments |= {"dk_out": dk, "dv_out": dv, "dq": dq}
+        constants |= {"SINGLE": bool(config["SINGLE"]), "REDUCE": reduce}
+        programs = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
+        programs = programs if self.k.numel() else 0
+        self._launch("attention_bwd_dkdv", programs, arguments, constants, config)
+        return dk, dv
+
+    def _dq(self) -> torch.Tensor:
+        """dq of the split form."""
+        shape, config = self.shape, self.config
+        m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
+        tiles = _tiles(shape, shape.tq, m)
+        arguments, constants = self._pair_kernel(m, n, stages)
+        dq = self._dq_outputs(tiles)
+        arguments |= {
+            **self._gains(),
+            "by_pairs": self.by_pairs,
+            "dq_out": dq,
+            "sums": self.sums_dq,
+            "partials": shape.batch * tiles,
+            "scale": shape.scale,
+        }
+        half = Config.make(
+            BLOCK_M=m, BLOCK_N=n, num_warps=config["DQ_WARPS"], num_stages=stages,
+            matrix=config.matrix,
+        )  # fmt: skip
+        constants["NULL_VALUE"] = shape.null_value
+        self._launch("attention_bwd_dq", tiles * self.heads, arguments, constants, half)
+        return dq
+
+    def _finish(self, buffer: torch.Tensor) -> torch.Tensor:
+        """dq of the single-pass form, out of its fp32 buffer."""
+        shape = self.shape
+        tiles = _tiles(shape, shape.tq, FINISH_ROWS)
+        dq = self._dq_outputs(tiles)
+        arguments = {
+            "qs": self.qs,
+            **self._gains(),
+            "dq": buffer,
+            "dq_out": dq,
+            "sums": self.sums_dq,
+            "partials": shape.batch * tiles,
+            "padded": self.padded,
+            "scale": shape.scale,
+            **self.lengths,
+        }
+        constants = {**self.constants, "BLOCK_M": FINISH_ROWS}
+        self._launch("attention_bwd_finish", tiles * self.heads, arguments, constants)
+        return dq
+
+    def _dq_outputs(self, tiles: int) -> torch.Tensor:
+        shape = self.shape
+        self.sums_dq = None
+        if shape.polar:
+            self.sums_dq = self._float(shape.heads_q, shape.batch * tiles, 3)
+        return empty(self.q.shape, dtype=shape.dtype, device=self.device)
+
+    def _parameters(self, null: NullParameters) -> tuple[torch.Tensor, ...]:
+        """d null_value, d null_base, d null_slope, d length_gain, d magnitude_gain."""
+        assert self.sums is not None and self.sums_dq is not None
+        shape = self.shape
+        value, *scalars = null
+        grads = [empty(x.shape, dtype=x.dtype, device=self.device) for x in scalars]
+        d_value = empty(
+            (0,) if value is None else value.shape,
+            dtype=scalars[0].dtype if value is None else value.dtype,
+            device=self.device,
+        )
+        arguments = {
+            "sums": self.sums,
+            "sums_dq": self.sums_dq,
+            "d_value": None if value is None else d_value,
+            "d_base": grads[0],
+            "d_slope": grads[1],
+            "d_length_gain": grads[2],
+            "d_magnitude_gain": grads[3],
+            "partials": self.sums.shape[1],
+            "partials_dq": self.sums_dq.shape[1],
+        }
+        constants = {
+            "NULL_VALUE": value is not None,
+            "WIDTH": shape.head_dim,
+            "BLOCK_D": self.width,
+            "BLOCK_P": 64,
+        }
+        self._launch("attention_bwd_parameters", shape.heads_q, arguments, constants)
+        return (d_value, *grads)

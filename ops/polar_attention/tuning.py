@@ -1,0 +1,166 @@
+"""What sweeps and compile reports need of Polar attention: problems, inputs, the reference call.
+
+Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...autotune.compile import CompileCase, target_device
+from ...autotune.space import Config, Space, assume_device, use_config
+from ...reference import polar_attention as reference_polar
+from ...reference import softmax_attention as reference_softmax
+from .. import triton_runtime as runtime
+from . import polar_attention, softmax_attention, triton
+from .op import AttentionShape, Lengths, NullParameters
+
+OP = "polar_attention"
+PARAMETERS = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One shape that a sweep times; `call` are keyword arguments of the public function."""
+
+    name: str
+    batch: int
+    tokens: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    polar: bool = True
+    window: int | None = None
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Keyword arguments beyond the tensors."""
+        return {} if self.window is None else {"window": self.window}
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The public function and its reference."""
+        if self.polar:
+            return polar_attention, reference_polar
+        return softmax_attention, reference_softmax
+
+    def inputs(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int, tokens: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Fresh random arguments of the call; `tokens` replaces the problem's own length."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device=device)
+
+        length = tokens or self.tokens
+        keys = (self.batch, length, self.heads_k, self.head_dim)
+        made = {
+            "q": normal(self.batch, length, self.heads_q, self.head_dim).to(dtype),
+            "k": normal(*keys).to(dtype),
+            "v": normal(*keys).to(dtype),
+        }
+        if self.polar:
+            made["null_value"] = normal(self.heads_q, self.head_dim)
+            made["null_base"] = 2 + 0.3 * normal(self.heads_q)
+            for name in PARAMETERS[2:]:
+                made[name] = normal(self.heads_q).abs() * 0.3
+        return made
+
+
+PROBLEMS = (
+    Problem("T8k-D128", batch=4, tokens=8192, heads_q=16, heads_k=16, head_dim=128),
+    Problem("T8k-D64", batch=4, tokens=8192, heads_q=16, heads_k=16, head_dim=64),
+    Problem("T2k-D128", batch=16, tokens=2048, heads_q=16, heads_k=16, head_dim=128),
+    Problem("T8k-D256", batch=2, tokens=8192, heads_q=16, heads_k=16, head_dim=256),
+    Problem("T8k-D128-window", 4, 8192, 16, 16, 128, window=1024),
+    Problem("T8k-D128-softmax", 4, 8192, 16, 16, 128, polar=False),
+)
+
+
+# ---- compile reports ----------------------------------------------------------------------------
+
+HALF_WIDTHS = (64, 128, 256)
+_MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
+
+
+def compile_cases(target: str, quick: bool) -> list[CompileCase]:
+    """Every kernel of every config that fits the target, once per width and element size.
+
+    The launchers themselves run on meta tensors and their launches are recorded, so a report sees
+    what a call would compile. `quick` keeps the default config of each pass and width 64 and 128
+    in bf16.
+    """
+    cases: dict[tuple[Any, ...], CompileCase] = {}
+    device = target_device(target)
+    with assume_device(device):
+        for dtype, width in _compiled(quick):
+            for space in (triton.SPACE_FWD, triton.SPACE_BWD):
+                shape = _compile_shape(dtype, width)
+                key = space.bucket(shape)
+                configs = [space.default(key, device)] if quick else space.fitting(key, device)
+                for config in configs:
+                    for case in _recorded(space, config, shape):
+                        identity = (case.config.name, repr(case.source))
+                        cases.setdefault(identity, case)
+    return list(cases.values())
+
+
+def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
+    if quick:
+        return [(torch.bfloat16, 64), (torch.bfloat16, 128)]
+    return [(torch.bfloat16, width) for width in HALF_WIDTHS] + [(torch.float32, 128)]
+
+
+def _compile_shape(dtype: torch.dtype, width: int) -> AttentionShape:
+    return AttentionShape(
+        polar=True,
+        batch=1,
+        tq=256,
+        tk=256,
+        heads_q=2,
+        heads_k=1,
+        head_dim=width,
+        dtype=dtype,
+        device=torch.device("meta"),
+        scale=width**-0.5,
+        causal=True,
+        window=None,
+        has_n_keys=False,
+        null_value=True,
+        sequences=None,
+        max_seqlen=None,
+        max_seqlen_k=None,
+    )
+
+
+def _recorded(space: Space, config: Config, shape: AttentionShape) -> list[CompileCase]:
+    def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    q = meta(shape.batch, shape.tq, shape.heads_q, shape.head_dim, dtype=shape.dtype)
+    k = meta(shape.batch, shape.tk, shape.heads_k, shape.head_dim, dtype=shape.dtype)
+    heads = [meta(shape.heads_q) for _ in range(4)]
+    null = NullParameters(meta(shape.heads_q, shape.head_dim), *heads)
+    lengths = Lengths(None, None, None)
+    with use_config(space, config), runtime.record_launches() as sources:
+        if space.pass_ == "fwd":
+            triton.fwd(shape, q, k, k, null, lengths)
+        else:
+            rows = [meta(shape.batch, shape.heads_q, shape.tq) for _ in range(3)]
+            count = meta(shape.batch, shape.tq, shape.heads_q, dtype=shape.dtype)
+            triton.bwd(shape, q, count, q, k, k, null, lengths, q, *rows)
+    return [
+        CompileCase(
+            OP,
+            space.pass_,
+            config,
+            source,
+            matrix="fma" if source.name in _MEMORY_BOUND else None,
+        )
+        for source in sources
+    ]

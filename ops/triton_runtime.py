@@ -1,0 +1,179 @@
+"""Launching Triton kernels: alignment, tensor descriptors, cold-capture errors, compile reports.
+
+A launcher names a kernel and its arguments once. `launch` runs it; inside `record_launches` the
+same call yields the kernel's signature instead, which is how `autotune compile` sees exactly what
+a launch would compile. Nothing here imports Triton before a kernel is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..autotune.compile import KernelSource
+from ..autotune.space import Config, Device
+
+TMA_CAPABILITY = 90
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether base and strides are multiples of 16 bytes and no dimension is expanded."""
+    if x.data_ptr() % 16:
+        return False
+    size = x.element_size()
+    return all(
+        length == 1 or (stride * size % 16 == 0 and stride > 0)
+        for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+
+
+def bulk_copies(device: torch.device, *tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors (TMA) can address all these tensors on this device."""
+    capability = Device.of(device).capability
+    # The interpreter (capability 0) runs descriptors too, which is how they are tested there.
+    return (capability == 0 or capability >= TMA_CAPABILITY) and all(
+        aligned(x) and x.numel() > 0 for x in tensors
+    )
+
+
+def head_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
+    """A host-made descriptor of (B, T, H, D) read as (B, H, T, D) in tiles of one head's rows."""
+    batch, length, heads, width = x.shape
+    stride_b, stride_t, stride_h, _ = x.stride()
+    # A dimension of size 1 may have any stride; the hardware wants a multiple of 16 bytes.
+    strides = [
+        16 if size == 1 else stride
+        for size, stride in ((batch, stride_b), (heads, stride_h), (length, stride_t))
+    ]
+    return _descriptor_type()(
+        x, [batch, heads, length, width], [*strides, 1], [1, 1, rows, cols]
+    )
+
+
+def matrix_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
+    """A host-made descriptor of a contiguous matrix in tiles of (rows, cols)."""
+    return _descriptor_type()(x, list(x.shape), list(x.stride()), [rows, cols])
+
+
+@functools.cache
+def _descriptor_type() -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+@functools.cache
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+_recorded: list[list[KernelSource]] = []
+_warm: set[tuple[Any, ...]] = set()
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[KernelSource]]:
+    """Collect the signatures of the launches inside the block instead of running them."""
+    sources: list[KernelSource] = []
+    _recorded.append(sources)
+    try:
+        yield sources
+    finally:
+        _recorded.pop()
+
+
+def launch(
+    op: str,
+    kernel: tuple[str, str],
+    programs: int,
+    device: torch.device,
+    config: Config,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+) -> None:
+    """Run `programs` programs of a kernel on the current stream of `device`.
+
+    Args:
+        op: name for error messages.
+        kernel: (module, attribute).
+        config: supplies `num_warps` and `num_stages`.
+        arguments: run-time arguments by name; None where a constant says it is not read.
+        constants: compile-time arguments by name.
+
+    Raises:
+        RuntimeError: a first launch while the stream is being captured.
+    """
+    if _recorded:
+        _recorded[-1].append(_source(kernel, config, arguments, constants))
+        return
+    if programs == 0:
+        return
+    function = _kernel(*kernel)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if device.type != "cuda":
+        function[(programs,)](**arguments, **constants, **options)
+        return
+    key = (*kernel, device.index, config, *constants.values(), *map(_kind, arguments.values()))
+    if key not in _warm and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"fastweights::{op} (triton, {config.name}) is cold: call it once before capture"
+        )
+    with torch.cuda.device(device):
+        function[(programs,)](**arguments, **constants, **options)
+    _warm.add(key)
+
+
+def _kind(x: Any) -> Any:
+    """What of an argument the compiled kernel depends on."""
+    return x.dtype if isinstance(x, torch.Tensor) else None
+
+
+def _source(
+    kernel: tuple[str, str],
+    config: Config,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+) -> KernelSource:
+    function = _kernel(*kernel)
+    annotations = {p.name: p.annotation_type for p in function.params if not p.is_constexpr}
+    loose = {p.name for p in function.params if p.do_not_specialize_on_alignment}
+    signature, absent, divisible = {}, {}, []
+    for name, value in arguments.items():
+        if value is None:
+            absent[name] = None  # Triton itself treats a None argument as a constant
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            if name not in loose:
+                divisible.append(name)
+        elif annotations[name]:
+            signature[name] = annotations[name]
+        else:
+            tile = ", ".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{tile}]>"
+    return KernelSource(
+        module=kernel[0],
+        name=kernel[1],
+        signature=signature,
+        constexprs={**constants, **absent},
+        divisible=tuple(divisible),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

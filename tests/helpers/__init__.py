@@ -1,0 +1,1 @@
+"""What tests share: the fp64 oracle, awkward inputs, contract checks, the cases of each op."""

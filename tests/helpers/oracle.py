@@ -1,0 +1,385 @@
+"""Is an op right? Its error against float64 may be at most 1.5 × that of plain torch.
+
+For inputs drawn in a dtype there are three runs: the reference in float64 (truth), the reference
+in the dtype (yardstick) and the op. For each output and each gradient, over all seeds,
+
+    worst ‖op − truth‖ / ‖truth‖            ≤  1.5 × the yardstick's worst
+    worst max|op − truth| / max|truth|      ≤  4 × the yardstick's worst
+
+where a yardstick's error counts as at least 1e-6 for fp32, 1e-3 for 16-bit types and 1e-12 for
+float64: by luck or by an exact path it may be zero. NaN never passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod, sqrt
+from typing import Any
+
+import torch
+
+from fastweights.ops import alloc
+
+from . import inputs
+
+FLOORS = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 1e-3,
+}
+FROBENIUS_FACTOR = 1.5
+MAXIMUM_FACTOR = 4.0
+FEW = 256  # below this many numbers an error norm is itself noise; see `Comparison._widening`
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Error:
+    """Distance from the truth: Frobenius norm and largest element, both absolute."""
+
+    frobenius: float
+    maximum: float
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> Error:
+    """The error of `got`; infinite if it holds a NaN or misses an infinity of the truth."""
+    if got.shape != truth.shape:
+        raise AssertionError(f"shape {tuple(got.shape)}, expected {tuple(truth.shape)}")
+    truth = truth.double()
+    got = got.to(truth)
+    infinite = truth.isinf()
+    if not torch.equal(got[infinite], truth[infinite]):
+        return Error(inf, inf)
+    difference = got.masked_fill(infinite, 0.0) - truth.masked_fill(infinite, 0.0)
+    return _size(difference) if difference.isfinite().all() else Error(inf, inf)
+
+
+def _size(x: torch.Tensor) -> Error:
+    if x.numel() == 0:
+        return Error(0.0, 0.0)
+    return Error(float(x.norm()), float(x.abs().max()))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One result of one seed: two errors, and what they are relative to."""
+
+    op: Error
+    plain: Error
+    norm: Error
+    numbers: int
+
+
+@dataclass
+class Comparison:
+    """Errors of an op and of plain torch, gathered over seeds, and the verdict.
+
+    `dtype` is that of the op's inputs: it sets the floor, also for results of another dtype.
+    """
+
+    dtype: torch.dtype
+    rows: dict[str, list[_Row]] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        got: torch.Tensor,
+        truth: torch.Tensor,
+        yardstick: torch.Tensor,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Record one result of one seed.
+
+        A truth that vanishes up to rounding has no norm of its own. Its error is then relative
+        to `scale`, for a gradient the upstream gradients, times the square root of the result's
+        width: the size of the dot products that cancel.
+        """
+        if truth.isnan().any():
+            raise AssertionError(f"{name}: the float64 truth holds NaN: a broken test input")
+        plain = error(yardstick, truth)
+        if plain.frobenius == inf:
+            raise AssertionError(f"{name}: plain torch is not finite here, so it measures nothing")
+        norm = _size(truth.double().masked_fill(truth.isinf(), 0.0))
+        if scale is not None and truth.numel():
+            natural = _size(scale.double() * sqrt(truth.shape[-1]))
+            if norm.frobenius < 1e-12 * natural.frobenius:
+                norm = natural
+        row = _Row(error(got, truth), plain, norm, truth.numel())
+        self.rows.setdefault(name, []).append(row)
+
+    def relative(self, name: str) -> dict[str, tuple[float, float, float]]:
+        """Of one result: kind of error → (op, plain torch, limit), the worst of the seeds.
+
+        All seeds share one norm, the mean square of theirs: a sum over thousands of rows that
+        happens to cancel in one seed would else count its rounding by a norm of nearly zero.
+        """
+        rows = self.rows[name]
+        widening = _widening(sum(row.numbers for row in rows))
+        found = {}
+        for kind, factor in (("frobenius", FROBENIUS_FACTOR), ("maximum", MAXIMUM_FACTOR)):
+            norm = sqrt(sum(getattr(row.norm, kind) ** 2 for row in rows) / len(rows))
+            op = _ratio(max(getattr(row.op, kind) for row in rows), norm)
+            plain = _ratio(max(getattr(row.plain, kind) for row in rows), norm)
+            found[kind] = (op, plain, factor * widening * max(plain, FLOORS[self.dtype]))
+        return found
+
+    def report(self) -> list[str]:
+        """One line for each result that fails."""
+        return [
+            f"{name}: {kind} error {op:.3e}, plain torch {plain:.3e}, limit {limit:.3e}"
+            for name in self.rows
+            for kind, (op, plain, limit) in self.relative(name).items()
+            if not op <= limit
+        ]
+
+    def check(self, label: str = "") -> None:
+        """Raise AssertionError with both numbers of each result that fails."""
+        if not self.rows:
+            raise AssertionError(f"{label}: nothing was compared")
+        failures = self.report()
+        if failures:
+            raise AssertionError("\n".join([f"{label}: wrong against float64", *failures]))
+
+
+def _ratio(difference: float, norm: float) -> float:
+    if difference == 0.0:
+        return 0.0
+    return difference / norm if norm > 0.0 else inf
+
+
+def _widening(numbers: int) -> float:
+    """Slack for a ratio of two norms over few numbers, 1 for many.
+
+    A norm over n independent errors scatters by 1/√(2n); a per-head scalar gradient has n = 12
+    over three seeds, where two equally good computations differ by 1.5 in one run of twenty.
+    """
+    return 1.0 if numbers >= FEW else 1.0 + 3.0 / sqrt(2.0 * max(numbers, 1))
+
+
+def compare(
+    got: torch.Tensor,
+    truth: torch.Tensor,
+    yardstick: torch.Tensor,
+    *,
+    name: str = "result",
+    dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Check one result of one seed; `dtype` is that of the inputs, by default of `yardstick`."""
+    comparison = Comparison(yardstick.dtype if dtype is None else dtype)
+    comparison.add(name, got, truth, yardstick, scale)
+    comparison.check(name)
+
+
+# ---- running ------------------------------------------------------------------------------------
+
+
+def named(results: Any, name: str = "out") -> Tensors:
+    """Flatten results (tensor, tuple, named tuple, nested) to names and tensors, without None."""
+    if results is None:
+        return {}
+    if isinstance(results, torch.Tensor):
+        return {name: results}
+    names = getattr(results, "_fields", [f"{name}{i}" for i in range(len(results))])
+    flat: Tensors = {}
+    for part, value in zip(names, results, strict=True):
+        flat |= named(value, part)
+    return flat
+
+
+def is_floating(x: Any) -> bool:
+    """Whether x is a tensor that can take a gradient."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def run(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    upstream: Callable[[Tensors], Tensors] | None,
+) -> tuple[Tensors, Tensors]:
+    """Results of a call and, if `upstream` is given, the gradient of every floating argument.
+
+    `upstream` makes the gradients of the differentiable results from all results. An argument
+    that a result does not depend on has gradient zero.
+    """
+    if upstream is None:
+        with torch.no_grad():
+            return named(function(**arguments)), {}
+    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if is_floating(x)}
+    results = named(function(**(arguments | leaves)))
+    gradients = upstream(results)
+    for name in gradients:
+        if name not in results or not results[name].requires_grad:
+            raise AssertionError(f"no differentiable result {name} among {list(results)}")
+    outputs = [results[name] for name in gradients]
+    found = torch.autograd.grad(
+        outputs, list(leaves.values()), list(gradients.values()), allow_unused=True
+    )
+    by_name = {
+        f"d {name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+    return {name: x.detach() for name, x in results.items()}, by_name
+
+
+@dataclass(frozen=True)
+class _Seed:
+    arguments: dict[str, Any]
+    truth: tuple[Tensors, Tensors]
+    yardstick: tuple[Tensors, Tensors]
+    upstream: Tensors
+
+
+class Oracle:
+    """Truth and yardstick of one case, computed once and asked about many ops or configs.
+
+    Args:
+        reference: the literal definition; takes the arguments that `make_inputs` returns.
+        make_inputs: `make_inputs(seed, dtype, device)` returns the call's keyword arguments. All
+            floating tensors among them are differentiated.
+        dtype, device: of the inputs.
+        seeds: one run each; the worst counts.
+        grads: whether gradients are compared too.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        make_inputs: Callable[[int, torch.dtype, torch.device], dict[str, Any]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        seeds: Sequence[int] = (0, 1, 2),
+        grads: bool = True,
+    ) -> None:
+        self.dtype = dtype
+        self.grads = grads
+        device = torch.device(device)
+        self.seeds = [
+            self._prepare(reference, make_inputs(seed, dtype, device), seed) for seed in seeds
+        ]
+
+    def _prepare(
+        self, reference: Callable[..., Any], arguments: dict[str, Any], seed: int
+    ) -> _Seed:
+        # Plain torch sees contiguous copies: views are the op's difficulty, not the yardstick's.
+        plain = {n: x.contiguous() if is_floating(x) else x for n, x in arguments.items()}
+        exact = {n: x.double() if is_floating(x) else x for n, x in plain.items()}
+        upstream: Tensors = {}
+
+        def draw(results: Tensors) -> Tensors:
+            for i, (name, x) in enumerate(results.items()):
+                if not x.requires_grad:
+                    continue
+                generator = torch.Generator(x.device).manual_seed(1000 * seed + i + 17)
+                noise = torch.randn(x.shape, generator=generator, device=x.device)
+                # A result of −inf has no gradient to pass on.
+                upstream[name] = noise.masked_fill(x.detach().isinf(), 0.0).to(x.dtype)
+            return upstream
+
+        def same(results: Tensors) -> Tensors:
+            return {name: upstream[name].to(results[name].dtype) for name in upstream}
+
+        yardstick = run(reference, plain, draw if self.grads else None)
+        truth = run(reference, exact, same if self.grads else None)
+        return _Seed(arguments, truth, yardstick, upstream)
+
+    def measure(self, op: Callable[..., Any], **options: Any) -> Comparison:
+        """Run the op on every seed under poisoned allocation and gather its errors."""
+        comparison = Comparison(self.dtype)
+        for seed in self.seeds:
+
+            def upstream(results: Tensors, seed: _Seed = seed) -> Tensors:
+                return {name: inputs.embed(x) for name, x in seed.upstream.items()}
+
+            with alloc.poison():
+                results, gradients = run(
+                    op, seed.arguments | options, upstream if self.grads else None
+                )
+            scale = _stack(seed.upstream)
+            for got, truth, plain, yard in (
+                (results, seed.truth[0], seed.yardstick[0], None),
+                (gradients, seed.truth[1], seed.yardstick[1], scale),
+            ):
+                if list(got) != list(truth):
+                    raise AssertionError(f"results {list(got)}, expected {list(truth)}")
+                for name, x in got.items():
+                    if x.dtype != plain[name].dtype:
+                        raise AssertionError(
+                            f"{name}: dtype {x.dtype}, plain torch returns {plain[name].dtype}"
+                        )
+                    comparison.add(name, x, truth[name], plain[name], yard)
+        return comparison
+
+    def check(self, op: Callable[..., Any], label: str = "", **options: Any) -> None:
+        """Raise AssertionError if any output or gradient of the op is too far from the truth."""
+        self.measure(op, **options).check(label or getattr(op, "__name__", "op"))
+
+
+def _stack(upstream: Tensors) -> torch.Tensor | None:
+    if not upstream:
+        return None
+    return torch.cat([x.double().reshape(-1) for x in upstream.values()])
+
+
+def check_op(
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    make_inputs: Callable[[int, torch.dtype, torch.device], dict[str, Any]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    grads: bool = True,
+    label: str = "",
+    **options: Any,
+) -> None:
+    """`Oracle(...).check(op)` in one call; `options` (backend=…) go to the op alone."""
+    oracle = Oracle(reference, make_inputs, dtype, device, seeds=seeds, grads=grads)
+    oracle.check(op, label, **options)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Gather failure messages and raise one AssertionError at the end, so that all are seen."""
+    failures: list[str] = []
+    yield failures
+    if failures:
+        raise AssertionError(f"{len(failures)} failed\n" + "\n".join(failures))
+
+
+def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Same shape, dtype and bits (a NaN equals itself, 0 differs from −0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
+
+
+def assert_bit_equal(got: Tensors, expected: Tensors, label: str = "") -> None:
+    """Same names, same bits; the message says which result differs, where and by how much."""
+    if list(got) != list(expected):
+        raise AssertionError(f"{label}: results {list(got)}, expected {list(expected)}")
+    for name, x in got.items():
+        y = expected[name]
+        if bit_equal(x, y):
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise AssertionError(
+                f"{label}: {name} is {tuple(x.shape)} {x.dtype}, "
+                f"expected {tuple(y.shape)} {y.dtype}"
+            )
+        differ = (x != y) & ~(x.isnan() & y.isnan())
+        where = differ.nonzero()
+        at = tuple(where[0].tolist()) if len(where) else "the sign of a zero"
+        gap = float((x.double() - y.double()).abs().nan_to_num(inf).max())
+        raise AssertionError(
+            f"{label}: {name} differs in {len(where)} of {prod(x.shape)} elements, "
+            f"first at {at}, by up to {gap:.3e}"
+        )

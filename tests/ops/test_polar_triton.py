@@ -1,0 +1,378 @@
+"""Polar attention's Triton kernels under the interpreter, on the CPU, in fp32 and fp16.
+
+Compiled kernels are tested in `test_polar_gpu.py`. Tiles here are the smallest of each form, so
+that a hundred tokens already make several tiles: whole ones, ragged ones, masked ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastweights import ops
+from fastweights.autotune import Config, Device, Space, use_config
+from fastweights.ops.polar_attention import triton as backend
+from helpers import contracts, inputs, oracle, polar
+from helpers.polar import RULES, SOFTMAX_RULES, Case
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compiled kernels run instead, see test_polar_gpu.py"
+    ),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+SEEDS = (0,)  # the interpreter takes about 4 ms a tile; the GPU suite runs three
+
+
+def triton(case: Case) -> Any:
+    """The op of a case on this backend."""
+
+    def run(**arguments: Any) -> Any:
+        return case.op(**arguments, backend="triton")
+
+    return run
+
+
+def fitting(space: Space, case: Case, dtype: torch.dtype) -> list[Config]:
+    """Configs for this call, one for each set of tiles: warps and stages mean nothing here."""
+    shape = case.shape(dtype, CPU)
+    found = {c.tiles: c for c in reversed(space.fitting(space.bucket(shape), Device.of(CPU)))}
+    return list(found.values())
+
+
+def smallest(space: Space, case: Case, dtype: torch.dtype, **flags: int) -> Config:
+    """The config with these flags whose tiles are smallest."""
+    configs = [
+        config
+        for config in fitting(space, case, dtype)
+        if all(config[name] == value for name, value in flags.items())
+    ]
+    return min(configs, key=lambda config: (config["BLOCK_M"] * config["BLOCK_N"], config.name))
+
+
+@contextlib.contextmanager
+def small_tiles(case: Case, dtype: torch.dtype, single: int) -> Iterator[None]:
+    """Forward and one form of backward with the smallest tiles."""
+    forward = smallest(backend.SPACE_FWD, case, dtype)
+    backward = smallest(backend.SPACE_BWD, case, dtype, SINGLE=single)
+    with use_config(backend.SPACE_FWD, forward), use_config(backend.SPACE_BWD, backward):
+        yield
+
+
+def check(case: Case, dtype: torch.dtype, single: int) -> None:
+    with small_tiles(case, dtype, single):
+        oracle.check_op(
+            triton(case), case.reference, case.arguments, dtype, CPU, seeds=SEEDS, label=case.name
+        )
+
+
+# ---- against float64 ----------------------------------------------------------------------------
+
+# Each case runs in both dtypes; the backward form alternates, so that each rule meets each form in
+# one dtype.
+ALL_RULES = (*RULES, *SOFTMAX_RULES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(len(ALL_RULES)), ids=[case.name for case in ALL_RULES])
+def test_rules(index: int, dtype: str) -> None:
+    single = (index + (dtype == "fp16")) % 2
+    check(ALL_RULES[index], DTYPES[dtype], single)
+
+
+@pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
+@pytest.mark.parametrize("layout", inputs.LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(layout: str, dtype: str, single: int) -> None:
+    """ "fused" and "transposed" go through descriptors, "misaligned" and "odd_stride" do not."""
+    check(Case(tq=65, hq=4, hk=2, d=40, layout=layout), DTYPES[dtype], single)
+
+
+@pytest.mark.parametrize("layout", ["fused", "misaligned"])
+@pytest.mark.parametrize("d", [16, 20, 32, 40, 64, 96])
+def test_head_widths(d: int, layout: str) -> None:
+    dtype = torch.float32 if d % 32 else torch.float16
+    check(Case(tq=65, d=d, layout=layout), dtype, single=d % 3 == 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 63, 64, 65, 127])
+@pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
+def test_lengths(tokens: int, polar_mode: bool) -> None:
+    dtype = torch.float16 if polar_mode == (tokens % 2 == 0) else torch.float32
+    check(Case(tq=tokens, hq=1, polar=polar_mode), dtype, single=tokens > 63)
+
+
+TILES = Case(tq=127, tk=129, hq=2, window=70)
+
+
+def _tile_sets() -> list[Any]:
+    found = []
+    for dtype in DTYPES:
+        for space in (backend.SPACE_FWD, backend.SPACE_BWD):
+            for config in fitting(space, TILES, DTYPES[dtype]):
+                found.append(
+                    pytest.param(space, config, dtype, id=f"{space.pass_}-{dtype}-{config.name}")
+                )
+    return found
+
+
+@pytest.mark.parametrize(("space", "config", "dtype"), _tile_sets())
+def test_every_set_of_tiles(space: Space, config: Config, dtype: str) -> None:
+    other = backend.SPACE_BWD if space is backend.SPACE_FWD else backend.SPACE_FWD
+    with (
+        use_config(other, smallest(other, TILES, DTYPES[dtype])),
+        use_config(space, config),
+    ):
+        oracle.check_op(
+            triton(TILES), TILES.reference, TILES.arguments, DTYPES[dtype], CPU,
+            seeds=SEEDS, grads=space is backend.SPACE_BWD, label=config.name,
+        )  # fmt: skip
+
+
+def test_bf16_is_refused_with_a_reason() -> None:
+    """The interpreter computes bf16 on bit patterns: a result would be silently wrong."""
+    arguments = Case(tq=9).arguments(0, torch.bfloat16, CPU)
+    with pytest.raises(
+        ValueError, match=r"backend='triton' cannot run this call: .*(bf16|bfloat16)"
+    ):
+        ops.polar_attention(**arguments, backend="triton")
+    said = ops.explain(ops.polar_attention, **arguments, backend="triton")
+    assert said.backend is None
+
+
+# ---- properties ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tq=33, hq=4, hk=2),
+        Case(tq=40, tk=70, window=33),
+        Case(tq=80, packed=(17, 0, 40), n_keys="row"),
+        Case(tq=65, null_base=6.0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_row_identity(case: Case, single: int) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
+        with small_tiles(case, dtype, single):
+            polar.check_row_identity(case, dtype, CPU, tolerance, backend="triton")
+
+
+@pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
+@pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
+def test_packed_equals_separate(polar_mode: bool, single: int) -> None:
+    """Bit for bit, but for sums over tiles of several sequences or by atomics."""
+    case = Case(tq=80, polar=polar_mode)
+    lengths = (1, 0, 37, 32)
+    arguments = case.arguments(0, torch.float32, CPU)
+    for name in ("q", "k", "v"):
+        arguments[name].data[:, sum(lengths) :] = float("nan")
+
+    def compare(name: str, packed: torch.Tensor, alone: torch.Tensor) -> None:
+        if name.startswith("sequence"):
+            oracle.assert_bit_equal({name: packed}, {name: alone})
+        else:
+            torch.testing.assert_close(packed, alone, rtol=2e-5, atol=2e-5, msg=name)
+
+    with small_tiles(case, torch.float32, single):
+        contracts.check_packed(triton(case), arguments, ["q", "k", "v"], lengths, compare)
+
+
+def test_window_past_the_sequence_is_no_window() -> None:
+    case = Case(tq=65, hq=2)
+    arguments = case.arguments(0, torch.float32, CPU)
+    with small_tiles(case, torch.float32, single=0):
+        expected = contracts.forward_backward(triton(case), arguments)
+        for window in (65, 66, 2**30):
+            got = contracts.forward_backward(triton(case), arguments | {"window": window})
+            oracle.assert_bit_equal(got, expected, f"window {window}")
+
+
+def test_n_keys_spells_out_causal_and_full() -> None:
+    case = Case(tq=40, tk=70)
+    arguments = case.arguments(0, torch.float32, CPU)
+    causal = torch.arange(31, 71, dtype=torch.int32)
+    with small_tiles(case, torch.float32, single=0):
+        for rule, n_keys in ((True, causal), (False, torch.full_like(causal, 99))):
+            expected = contracts.forward_backward(triton(case), arguments | {"causal": rule})
+            got = contracts.forward_backward(triton(case), arguments | {"n_keys": n_keys})
+            for name, x in got.items():
+                torch.testing.assert_close(x, expected[name], rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_equal_keys_are_counted() -> None:
+    """m keys with equal logits give n_eff = m."""
+    case = Case(tq=100, hq=2)
+    arguments = case.arguments(0, torch.float32, CPU)
+    arguments["q"] = torch.zeros_like(arguments["q"])
+    *_, stats = ops.polar_attention(**arguments, return_stats=True, backend="triton")
+    expected = torch.arange(1.0, 101.0)[None, :, None].expand(1, 100, 2)
+    torch.testing.assert_close(stats.n_eff, expected, rtol=1e-6, atol=0)
+
+
+def test_row_with_no_key() -> None:
+    case = Case(tq=4, tk=40, hq=2)
+    arguments = contracts.leaves(case.arguments(0, torch.float32, CPU))
+    arguments["n_keys"] = torch.tensor([0, 40, -5, 1], dtype=torch.int32)
+    results = ops.polar_attention(**arguments, return_stats=True, backend="triton")
+    direction, count, stats = results
+    value = arguments["null_value"].detach()
+    for row in (0, 2):
+        expected = torch.nn.functional.normalize(value, dim=-1)
+        torch.testing.assert_close(direction[0, row], expected, rtol=1e-6, atol=1e-6)
+        assert not count[0, row].any()
+        assert torch.equal(stats.lse[0, row], torch.full((2,), -float("inf")))
+        assert torch.equal(stats.n_eff[0, row], torch.ones(2))
+        assert torch.equal(stats.null_mass[0, row], torch.ones(2))
+    (dq,) = torch.autograd.grad(direction.sum() + count.sum(), arguments["q"])
+    assert not dq[0, [0, 2]].any()
+    assert dq[0, [1, 3]].any()
+
+
+def test_nothing_to_attend() -> None:
+    """T = 0, B = 0 and no sequence at all: empty results, zero gradients."""
+    for case in (Case(tq=0, tk=5), Case(tq=0), Case(batch=0, tq=5), Case(tq=0, packed=(0, 0))):
+        check(case, torch.float32, single=0)
+        check(case, torch.float16, single=1)
+
+
+# ---- contracts ----------------------------------------------------------------------------------
+
+CONTRACTS = [
+    Case(tq=33),
+    Case(tq=40, packed=(13, 0, 20), null_value=False),
+    Case(tq=33, polar=False),
+]
+
+
+@pytest.mark.parametrize("case", CONTRACTS, ids=lambda case: case.name)
+def test_contracts(case: Case) -> None:
+    arguments = case.arguments(0, torch.float32, CPU)
+    with small_tiles(case, torch.float32, single=1):
+        contracts.check_backward_twice(triton(case), arguments)
+        contracts.check_grad_out_untouched(triton(case), arguments)
+        contracts.check_expanded_grad_out(triton(case), arguments)
+    with small_tiles(case, torch.float32, single=0):  # deterministic mode refuses atomics
+        contracts.check_fullgraph(triton(case), arguments)
+
+
+@pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
+def test_views_give_equal_bits(single: int) -> None:
+    case = Case(tq=33, layout="contiguous")
+    arguments = case.arguments(0, torch.float32, CPU)
+    views = [
+        dict(zip("qkv", inputs.lay_out(*(arguments[n] for n in "qkv"), layout), strict=True))
+        for layout in inputs.LAYOUTS
+    ]
+    views.append({name: inputs.spaced(arguments[name]) for name in (*"qkv", *polar.PARAMETERS)})
+    with small_tiles(case, torch.float32, single):
+        for view in views:
+            contracts.check_views(triton(case), arguments, view)
+
+
+@pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
+def test_opcheck(polar_mode: bool) -> None:
+    case = Case(tq=10, hq=2, polar=polar_mode)
+    name = "polar_attention_fwd" if polar_mode else "softmax_attention_fwd"
+    samples = []
+    empty = case.but(tq=0, layout="contiguous")
+    for sample in (case, case.but(layout="transposed"), empty):
+        samples.append(sample.arguments(0, torch.float32, CPU))
+    samples.append(contracts.leaves(samples[0]))
+    operator = getattr(torch.ops.fastweights, name).default
+    with small_tiles(case, torch.float32, single=0):
+        contracts.check_opcheck(
+            operator, [polar.operator_arguments(sample, "triton") for sample in samples]
+        )
+
+
+def test_any_backend_takes_backward_of_any_forward() -> None:
+    """Saved statistics mean the same in eager and in Triton."""
+    case = Case(tq=65, hq=4, hk=2, null_base=4.0)
+    arguments = case.arguments(0, torch.float32, CPU)
+    call = polar.operator_arguments(arguments)
+    names = ("direction", "count", "lse", "n_eff", "rho", "null_mass")
+    upstream = inputs.normal((1, 65, 4, case.d), inputs.generator(1, CPU), torch.float32)
+    gradients = {}
+    for forward in ("eager", "triton"):
+        saved = torch.ops.fastweights.polar_attention_fwd(*call[:-1], forward)
+        results = dict(zip(names, saved, strict=True))
+        kept = [results[name] for name in ("direction", "lse", "n_eff", "rho")]
+        for backward in ("eager", "triton"):
+            gradients[forward, backward] = torch.ops.fastweights.polar_attention_bwd(
+                upstream, upstream[..., 0].contiguous(), *kept, *call[:-1], backward
+            )
+    expected = gradients.pop(("eager", "eager"))
+    for pair, got in gradients.items():
+        for i, x in enumerate(got):
+            torch.testing.assert_close(
+                x, expected[i], rtol=2e-4, atol=2e-5, msg=f"gradient {i} of {pair}"
+            )
+
+
+# ---- compile keys -------------------------------------------------------------------------------
+
+SIGNATURES = """
+    import json
+    import torch
+    from fastweights.ops import triton_runtime
+    from fastweights.ops.polar_attention import triton as backend
+    from helpers import inputs, polar
+
+    def launches(case):
+        arguments = case.arguments(0, torch.bfloat16, torch.device("cpu"))
+        shape = polar.shape_of(arguments)
+        q, k, v = (arguments[name] for name in "qkv")
+        scalars = (arguments[name] for name in polar.PARAMETERS)
+        null = polar.NullParameters(arguments["null_value"], *scalars)
+        lengths = polar.Lengths(None, None, None)
+        with triton_runtime.record_launches() as found:
+            out, count, lse, n_eff, rho, _ = backend.fwd(shape, q, k, v, null, lengths)
+            backend.bwd(shape, out, count, q, k, v, null, lengths, out, lse, n_eff, rho)
+        return found
+
+    for layouts in (("fused", "transposed", "contiguous"), ("misaligned", "odd_stride")):
+        keys = {}
+        for i in range(40):
+            layout = layouts[i % len(layouts)]
+            case = polar.Case(
+                tq=1 + 23 * i, batch=1 + i % 2, hq=2 + 2 * (i % 3), hk=2, layout=layout,
+                window=1 + i,
+            )
+            for source in launches(case):
+                keys.setdefault(source.name, set()).add(repr(source))
+        print(layouts[0], json.dumps({name: len(found) for name, found in keys.items()}))
+"""
+
+
+def test_forty_lengths_and_views_compile_once() -> None:
+    """One signature a kernel whatever T, B, H, window and strides; one more without alignment."""
+    tests = Path(__file__).resolve().parents[1]
+    code = f"import sys\nsys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}  # and no TRITON_INTERPRET
+    ran = subprocess.run(
+        [sys.executable, "-c", code + textwrap.dedent(SIGNATURES)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["fused", "misaligned"], ran.stderr
+    for line in lines:
+        counts = json.loads(line.partition(" ")[2])
+        assert {"attention_fwd", "attention_bwd_dkdv", "attention_bwd_prepare"} <= set(counts)
+        assert set(counts.values()) == {1}, line
