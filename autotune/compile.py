@@ -2,8 +2,8 @@
 
 `fastweights autotune compile --target sm_90 polar_attention` compiles every config of an
 op for that target in parallel processes, reads registers, stack, shared memory and the kind of
-matrix instruction, and fails if a config does not compile, does not fit into a block, spills, or
-does not use the matrix instruction that it states.
+matrix instruction, and fails if a config does not compile, does not fit into a block, spills, does
+not use the matrix instruction that it states, or has its wgmma run one by one.
 
 An op takes part by a function `compile_cases(target, quick)` in its `tuning.py`, which returns a
 list of `CompileCase`; the function that builds a launch's signature builds theirs too. Nothing
@@ -159,6 +159,7 @@ class Report:
         stack_bytes: local memory of a thread; more than zero means spills or indexed arrays.
         shared_bytes: dynamic shared memory of a block.
         matrix: "wgmma", "tcgen05" (Blackwell), "mma", or "fma" where there is none of them.
+        serial: True if somewhere each wgmma is waited for before the next one starts.
         blocks_per_sm: blocks that fit on one multiprocessor at a time.
         seconds: time taken; short where Triton's own cache holds the result.
         error: None, or why it did not compile (the numbers are 0 then).
@@ -168,6 +169,7 @@ class Report:
     stack_bytes: int = 0
     shared_bytes: int = 0
     matrix: str = "fma"
+    serial: bool = False
     blocks_per_sm: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -183,7 +185,6 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     name = target_name(target)
     kernel = _kernel(source)
@@ -197,11 +198,13 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
     start = time.perf_counter()
     try:
         compiled = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
+            _source_type(kernel)(
+                fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned
+            ),
             target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32),
             options=options,
         )
-        registers, stack = _resources(compiled.asm["cubin"])
+        registers, stack, serial = _resources(compiled.asm["cubin"])
     except Exception as error:
         message = " ".join(str(error).split())[-300:]
         seconds = time.perf_counter() - start
@@ -209,7 +212,15 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
     seconds = time.perf_counter() - start
     shared = compiled.metadata.shared
     blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
-    return Report(registers, stack, shared, _matrix(compiled.asm["ptx"]), blocks, seconds)
+    matrix = _matrix(compiled.asm["ptx"])
+    return Report(registers, stack, shared, matrix, serial, blocks, seconds)
+
+
+def _source_type(kernel: Any) -> Any:
+    """The front end of a kernel: Triton's, or that of its lower-level dialect Gluon."""
+    if kernel.is_gluon():
+        return importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    return importlib.import_module("triton.compiler").ASTSource
 
 
 def _kernel(source: KernelSource) -> Any:
@@ -227,19 +238,38 @@ def _kernel(source: KernelSource) -> Any:
     return kernel
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of the one kernel in a cubin."""
+def _resources(cubin: bytes) -> tuple[int, int, bool]:
+    """Registers, stack bytes and `serial` of the one kernel in a cubin."""
     import triton
 
+    tools = triton.knobs.nvidia
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+
+        def said(*command: str) -> str:
+            command = (*command, file.name)
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = said(tools.cuobjdump.path, "--dump-resource-usage")
+        code = said(tools.nvdisasm.path, "-c")
+    registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
     if registers is None or stack is None:
-        raise ValueError(f"no resource usage in the output of cuobjdump: {text!r}")
-    return int(registers[1]), int(stack[1])
+        raise ValueError(f"no resource usage in the output of cuobjdump: {usage!r}")
+    return int(registers[1]), int(stack[1]), serial_wgmma(code)
+
+
+def serial_wgmma(code: str) -> bool:
+    """Whether ptxas gave up on asynchronous wgmma in a stretch of machine code between labels.
+
+    It then puts a WARPGROUP.ARRIVE before and a WARPGROUP.DEPBAR behind each HGMMA; a healthy loop
+    has one pair for a whole product, 4 HGMMA or more. Shorter products tell nothing.
+    """
+    for stretch in re.split(r"^\.\w+:", code, flags=re.MULTILINE):
+        products = len(re.findall(r"\bHGMMA\.", stretch))
+        if products >= 4 and len(re.findall(r"\bWARPGROUP\.", stretch)) >= 1.2 * products:
+            return True
+    return False
 
 
 def _matrix(ptx: str) -> str:
@@ -273,6 +303,8 @@ def problem(case: CompileCase, report: Report, target: str, max_stack: int = 0) 
     expected = expected_matrix(case.matrix or case.config.matrix, target)
     if case.source.half_precision and report.matrix != expected:
         return f"uses {report.matrix}, the config states {expected}"
+    if report.serial:
+        return "its wgmma run one by one"
     return None
 
 
@@ -322,37 +354,67 @@ def _pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _table(cases: Sequence[CompileCase], reports: Sequence[Report]) -> str:
+Group = tuple[CompileCase, ...]
+
+
+def grouped(cases: Sequence[CompileCase]) -> list[Group]:
+    """Cases of one pass that compile the same kernel, in order: it is compiled and shown once."""
+    groups: dict[tuple[str, str, str], Group] = {}
+    for case in cases:
+        key = (case.op, case.pass_, repr(case.source))
+        groups[key] = (*groups.get(key, ()), case)
+    return list(groups.values())
+
+
+def _configs(group: Group) -> str:
+    names = list(dict.fromkeys(case.config.name for case in group))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _problem(group: Group, report: Report, target: str, max_stack: int) -> str | None:
+    reasons = (problem(case, report, target, max_stack) for case in group)
+    return next(filter(None, reasons), None)
+
+
+def _table(groups: Sequence[Group], reports: Sequence[Report]) -> str:
     from tabulate import tabulate
 
     rows = [
         {
-            "op": case.op,
-            "pass": case.pass_,
-            "config": case.config.name,
-            "kernel": case.source.name,
+            "op": group[0].op,
+            "pass": group[0].pass_,
+            "config": _configs(group),
+            "kernel": group[0].source.name,
             "registers": report.registers,
             "stack": report.stack_bytes,
             "shared KB": f"{report.shared_bytes / _KB:.1f}",
-            "matrix": report.matrix,
+            "matrix": report.matrix + (" (serial)" if report.serial else ""),
             "CTAs/SM": report.blocks_per_sm,
             "seconds": f"{report.seconds:.2f}",
         }
-        for case, report in zip(cases, reports, strict=True)
+        for group, report in zip(groups, reports, strict=True)
     ]
     return tabulate(rows, headers="keys")
 
 
 def _document(
-    target: str, cases: Sequence[CompileCase], reports: Sequence[Report], max_stack: int
+    target: str,
+    groups: Sequence[Group],
+    reports: Sequence[Report],
+    problems: Sequence[str | None],
 ) -> dict[str, Any]:
     from importlib.metadata import version
 
     rows = [
-        {"op": case.op, "pass": case.pass_, "config": case.config.name, "kernel": case.source.name}
+        {
+            "op": group[0].op,
+            "pass": group[0].pass_,
+            "configs": list(dict.fromkeys(case.config.name for case in group)),
+            "kernel": group[0].source.name,
+        }
         | asdict(report)
-        | {"problem": problem(case, report, target, max_stack)}
-        for case, report in zip(cases, reports, strict=True)
+        | {"problem": reason}
+        for group, report, reason in zip(groups, reports, problems, strict=True)
     ]
     return {"schema": 1, "target": target, "triton": version("triton"), "rows": rows}
 
@@ -384,21 +446,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             parser.error(f"there is no op {op!r} with a tuning.py")
         cases += tuning.compile_cases(target, options.quick)
+    groups = grouped(cases)
     start = time.perf_counter()
-    reports = compile_all([case.source for case in cases], target, workers=options.workers)
-    print(_table(cases, reports))
+    sources = [group[0].source for group in groups]
+    reports = compile_all(sources, target, workers=options.workers)
+    problems = [
+        _problem(group, report, target, options.max_stack)
+        for group, report in zip(groups, reports, strict=True)
+    ]
+    print(_table(groups, reports))
     if options.json is not None:
-        document = _document(target, cases, reports, options.max_stack)
+        document = _document(target, groups, reports, problems)
         options.json.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    failures = 0
-    for case, report in zip(cases, reports, strict=True):
-        reason = problem(case, report, target, options.max_stack)
+    for group, reason in zip(groups, problems, strict=True):
         if reason is not None:
-            failures += 1
-            print(f"FAILED {case.op} {case.pass_} {case.config.name} {case.source.name}: {reason}")
+            op, pass_, kernel = group[0].op, group[0].pass_, group[0].source.name
+            print(f"FAILED {op} {pass_} {_configs(group)} {kernel}: {reason}")
+    failures = sum(reason is not None for reason in problems)
     seconds = time.perf_counter() - start
-    print(f"{target}: {len(cases)} kernels, {failures} failed, {seconds:.1f} s")
-    return 1 if failures or not cases else 0
+    print(f"{target}: {len(groups)} kernels, {failures} failed, {seconds:.1f} s")
+    return 1 if failures or not groups else 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Correctness before time: a contender that fails here gets no number.
 
-Two checks, each against the float64 reference and judged by the error of the same reference in the
-case's own dtype:
+Two checks by the rule of `autotune.verify`: the error against the float64 reference, judged by that
+of the same reference in the case's own dtype.
 
 - `small`: our ops only, three fresh inputs of the case's kind at a ragged size that the reference
   can hold, everything that is returned and every gradient, on memory that arrives full of NaN.
-- `tail`: every contender at the timed size. Of one key head, the last rows' outputs and dq need
+- `full size`: every contender on the tensors that are timed. The last rows' outputs and dq need
   only those rows' scores, and with a causal mask nothing else contributes to the last keys' dk, dv.
 """
 
@@ -19,21 +19,18 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..autotune.verify import FROBENIUS_FACTOR, Comparison
 from ..ops import alloc
 from .cases import Case
 from .ours import Contender, Inputs, Work, make_inputs
 from .timing import first_line, free_memory
 
 SEEDS = 3
-TAIL = 256
-# Of the yardstick's error. Peers are checked for computing the right function, not for rounding.
-OURS, PEERS = 1.5, 3.0
-MAXIMUM = 4.0  # of the yardstick's largest single error
-# A tensor of fewer than FEW elements (a parameter a head) is a handful of sums over all rows, which
-# cancel: its errors are single draws on both sides, so the limit is wide and the largest says no
-# more than the norm. A wrong formula is off by far more.
-FEW, FEW_FACTOR = 128, 8.0
-FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
+TAIL = 256  # rows of the full-size check
+# Its key heads. One pair of a head can hold most of an fp32 error: over one head the ratio of two
+# equally good computations reaches 1.5, over four it stays under 1.2.
+HEADS = 4
+PEERS = 3.0  # peers are checked for computing the right function, not for rounding
 
 
 @dataclass
@@ -55,18 +52,9 @@ class Verdict:
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a record keeps it."""
-        return dict(self.__dict__)
-
-
-@dataclass
-class _Error:
-    relative: float
-    maximum: float
-    plain_relative: float
-    plain_maximum: float
-    peak: float  # largest magnitude of the reference
-    elements: int
+        """As a record keeps it: None for what is no number."""
+        finite = math.isfinite(self.error)
+        return self.__dict__ | {"error": self.error if finite else None}
 
 
 def check(
@@ -81,64 +69,29 @@ def check(
         seed: of the small inputs; draw a fresh one for each run.
         factor: allowed multiple of the plain error; 0 is the default of its kind.
     """
-    factor = factor or (OURS if contender.ours else PEERS)
+    factor = factor or (FROBENIUS_FACTOR if contender.ours else PEERS)
     verdict = Verdict()
-    floor = FLOORS[contender.case.torch_dtype]
     try:
         if contender.ours:
-            _judge(verdict, _small(contender, inputs.q.device, seed), factor, floor, "small")
-        _judge(verdict, _tail(contender, inputs, work), factor, floor, "full size")
+            _judge(verdict, _small(contender, inputs.q.device, seed, factor), "small")
+        _judge(verdict, _tail(contender, inputs, work, factor), "full size")
     except Exception as error:
         verdict.ok = False
         verdict.failures.append(first_line(error))
     return verdict
 
 
-def _judge(
-    verdict: Verdict, errors: dict[str, _Error], factor: float, floor: float, where: str
-) -> None:
-    for name, error in errors.items():
-        few = error.elements < FEW
-        limit = max((FEW_FACTOR if few else factor) * error.plain_relative, floor)
-        maximum = math.inf if few else max(MAXIMUM * error.plain_maximum, floor * error.peak)
-        # Written so that a NaN fails.
-        if not (error.relative <= limit and error.maximum <= maximum):
+def _judge(verdict: Verdict, comparison: Comparison, where: str) -> None:
+    for name in comparison.rows:
+        norm, largest = comparison.judge(name).values()
+        if not (norm.ok and largest.ok):
             verdict.ok = False
             verdict.failures.append(
-                f"{where} {name}: error {error.relative:.1e} (limit {limit:.1e}), "
-                f"largest {error.maximum:.1e} (limit {maximum:.1e})"
+                f"{where} {name}: error {norm.error:.1e} (limit {norm.limit:.1e}), "
+                f"largest {largest.error:.1e} (limit {largest.limit:.1e})"
             )
-        if not verdict.limit or not error.relative / limit <= verdict.error / verdict.limit:
-            verdict.worst, verdict.error, verdict.limit = f"{where} {name}", error.relative, limit
-
-
-def _compare(got: Tensor, plain: Tensor, truth: Tensor) -> _Error:
-    if got.shape != truth.shape:
-        raise ValueError(f"shape {tuple(got.shape)}, expected {tuple(truth.shape)}")
-    got, plain, truth = (x.detach().double() for x in (got, plain, truth))
-    norm = truth.norm().clamp(min=1e-300)
-    return _Error(
-        relative=float((got - truth).norm() / norm),
-        maximum=float((got - truth).abs().max()),
-        plain_relative=float((plain - truth).norm() / norm),
-        plain_maximum=float((plain - truth).abs().max()),
-        peak=float(truth.abs().max()),
-        elements=truth.numel(),
-    )
-
-
-def _worst(errors: list[_Error]) -> _Error:
-    # max() would drop a NaN that is not first.
-    relative = torch.tensor([e.relative for e in errors]).max().item()
-    maximum = torch.tensor([e.maximum for e in errors]).max().item()
-    return _Error(
-        relative,
-        maximum,
-        max(e.plain_relative for e in errors),
-        max(e.plain_maximum for e in errors),
-        max(e.peak for e in errors),
-        errors[0].elements,
-    )
+        if not verdict.limit or norm.error / norm.limit > verdict.error / verdict.limit:
+            verdict.worst, verdict.error, verdict.limit = f"{where} {name}", norm.error, norm.limit
 
 
 def _reference(
@@ -169,9 +122,9 @@ def _reference(
     return named
 
 
-def _small(contender: Contender, device: torch.device, seed: int) -> dict[str, _Error]:
+def _small(contender: Contender, device: torch.device, seed: int, factor: float) -> Comparison:
     case = contender.case.small()
-    errors: dict[str, list[_Error]] = {}
+    comparison = Comparison(case.torch_dtype, factor)
     for index in range(SEEDS):
         generator = torch.Generator(device).manual_seed(seed + index)
         inputs = make_inputs(case, generator)
@@ -191,19 +144,19 @@ def _small(contender: Contender, device: torch.device, seed: int) -> dict[str, _
             for dtype in (torch.float64, case.torch_dtype)
         )
         for name in truth:
-            errors.setdefault(name, []).append(_compare(got[name], plain[name], truth[name]))
+            comparison.add(name, got[name].detach(), truth[name].detach(), plain[name].detach())
     free_memory(device)
-    return {name: _worst(found) for name, found in errors.items()}
+    return comparison
 
 
-def _tail(contender: Contender, inputs: Inputs, work: Work) -> dict[str, _Error]:
+def _tail(contender: Contender, inputs: Inputs, work: Work, factor: float) -> Comparison:
     case = contender.case
     rows = min(TAIL, case.length)
     with work.context():
         outputs = work.forward()
         gradients = dict(zip(work.leaves, work.backward(outputs), strict=True))
-    # The last batch entry and the last key head: the largest offsets.
-    head = case.heads_k - 1
+    # The last batch entry and the last key heads: the largest offsets.
+    head = max(case.heads_k - HEADS, 0)
     heads = slice(head * case.group, case.heads_q)
     last = slice(case.tokens - rows, case.tokens)
     operands = {
@@ -228,11 +181,12 @@ def _tail(contender: Contender, inputs: Inputs, work: Work) -> dict[str, _Error]
     }
     if contender.function == "polar":
         got["count"] = outputs[1][-1:, last, heads]
-    errors = {}
+    comparison = Comparison(case.torch_dtype, factor)
     for name, value in got.items():
         cut = slice(-rows, None) if name in ("d_k", "d_v") else slice(None)
-        errors[name] = _compare(value, plain[name][:, cut], truth[name][:, cut])
-    return errors
+        exact, yardstick = (x[name][:, cut].detach() for x in (truth, plain))
+        comparison.add(name, value.detach(), exact, yardstick)
+    return comparison
 
 
 def _tokens_first(x: Tensor, case: Case) -> Tensor:

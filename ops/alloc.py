@@ -25,9 +25,7 @@ def poison() -> Iterator[None]:
         _poisoned -= 1
 
 
-def empty(
-    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """A contiguous uninitialised tensor, or a poisoned one under `poison()`."""
     out = torch.empty(shape, dtype=dtype, device=device)
     if _poisoned and out.numel():

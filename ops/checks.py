@@ -6,6 +6,7 @@ is accepted. They look at shapes, dtypes and devices, never at values on a GPU: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,7 @@ def cu_seqlens(
         raise ValueError(f"{op}: {name} must hold at least the starting 0, got an empty tensor")
     if cu.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(cu):
         values = cu.tolist()
-        if values[0] != 0 or any(a > b for a, b in zip(values, values[1:], strict=False)):
+        if values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
             raise ValueError(f"{op}: {name} must start at 0 and never decrease, got {values}")
         if values[-1] > total:
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {total} tokens given")
@@ -99,6 +100,20 @@ def cu_seqlens(
 
 def _is_fake(x: torch.Tensor) -> bool:
     return isinstance(x, torch._subclasses.FakeTensor)
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether base and strides are multiples of 16 bytes and no dimension is expanded.
+
+    A fake tensor has no base; only its strides speak.
+    """
+    if not _is_fake(x) and x.data_ptr() % 16:
+        return False
+    size = x.element_size()
+    return all(
+        length == 1 or (stride * size % 16 == 0 and stride > 0)
+        for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:

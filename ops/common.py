@@ -56,11 +56,7 @@ def find_sequence(cu, tile, sequences, ROWS: tl.constexpr):
 @triton.jit
 def count_tiles(total, sequences, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Tiles of ROWS rows that cover `total` rows."""
-    if PACKED:
-        tiles = total // ROWS + sequences + 1
-    else:
-        tiles = tl.cdiv(total, ROWS)
-    return tiles
+    return total // ROWS + sequences + 1 if PACKED else tl.cdiv(total, ROWS)
 
 
 @triton.jit
@@ -69,7 +65,8 @@ def place_tile(
 ):
     """Where a tile lies: its sequence, its number inside that; first row and rows of the sequence;
     the same two on the other axis (keys for queries, queries for keys). Sequence number
-    `sequences` is the padding behind the last one."""
+    `sequences` is the padding behind the last one.
+    """
     sequence = tl.zeros([], tl.int32)
     first = tl.zeros([], tl.int32)
     other_first = tl.zeros([], tl.int32)

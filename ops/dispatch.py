@@ -72,7 +72,9 @@ def refusal(package: str, backend: str, shape: Any, arch: str) -> str | None:
     if backend != "eager":
         if shape.dtype == torch.float64:
             return "float64 runs on eager only"
-        if arch == "cpu" and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
+        if arch == "cpu" and not (
+            backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        ):
             return "the tensors are on the CPU"
     module = implementation(package, backend)
     if module is None:
@@ -257,9 +259,7 @@ def declare(
     torch.library.register_fake(qualified, operator.fake, lib=LIBRARY)
     if backward is None:
         backward = _refuse_backward(name)
-    torch.library.register_autograd(
-        qualified, backward, setup_context=setup_context, lib=LIBRARY
-    )
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
     overload = getattr(torch.ops.fastweights, name).default
     if operator.flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(operator.flops)

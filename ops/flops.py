@@ -19,8 +19,8 @@ BACKWARD_OVER_FORWARD = 2.5
 def visible_pairs(tq: int, tk: int, *, causal: bool, window: int | None) -> int:
     """Pairs (query, key) that see each other in one head of one sequence.
 
-    Row i sees n_i keys, the last min(n_i, window) of them count; n_i = clamp(tk − tq + i + 1, 0, tk)
-    if causal, else tk.
+    Row i sees n_i keys, the last min(n_i, window) of them count;
+    n_i = clamp(tk − tq + i + 1, 0, tk) if causal, else tk.
     """
     limit = tk if window is None else min(window, tk)
     if not causal:

@@ -18,6 +18,7 @@ import torch
 
 from ..autotune.compile import KernelSource
 from ..autotune.space import Config, Device
+from .checks import aligned
 
 TMA_CAPABILITY = 90
 
@@ -36,17 +37,6 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def aligned(x: torch.Tensor) -> bool:
-    """Whether base and strides are multiples of 16 bytes and no dimension is expanded."""
-    if x.data_ptr() % 16:
-        return False
-    size = x.element_size()
-    return all(
-        length == 1 or (stride * size % 16 == 0 and stride > 0)
-        for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
-
-
 def bulk_copies(device: torch.device, *tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors (TMA) can address all these tensors on this device."""
     capability = Device.of(device).capability
@@ -56,8 +46,11 @@ def bulk_copies(device: torch.device, *tensors: torch.Tensor) -> bool:
     )
 
 
-def head_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
-    """A host-made descriptor of (B, T, H, D) read as (B, H, T, D) in tiles of one head's rows."""
+def head_tiles(x: torch.Tensor, rows: int, cols: int, *, gluon: bool = False) -> Any:
+    """A host-made descriptor of (B, T, H, D) read as (B, H, T, D) in tiles of one head's rows.
+
+    Gluon's descriptors also state the layout of the tile in shared memory.
+    """
     batch, length, heads, width = x.shape
     stride_b, stride_t, stride_h, _ = x.stride()
     # A dimension of size 1 may have any stride; the hardware wants a multiple of 16 bytes.
@@ -65,9 +58,10 @@ def head_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
         16 if size == 1 else stride
         for size, stride in ((batch, stride_b), (heads, stride_h), (length, stride_t))
     ]
-    return _descriptor_type()(
-        x, [batch, heads, length, width], [*strides, 1], [1, 1, rows, cols]
-    )
+    sizes, strides, tile = [batch, heads, length, width], [*strides, 1], [1, 1, rows, cols]
+    if gluon:
+        return _gluon_descriptor_type()(x, sizes, strides, tile, _swizzled(cols, x.element_size()))
+    return _descriptor_type()(x, sizes, strides, tile)
 
 
 def matrix_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
@@ -78,6 +72,20 @@ def matrix_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
 @functools.cache
 def _descriptor_type() -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+@functools.cache
+def _gluon_descriptor_type() -> Any:
+    return importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+
+
+@functools.cache
+def _swizzled(cols: int, size: int) -> Any:
+    """The shared-memory layout that wgmma reads, for a tile (1, 1, rows, cols)."""
+    layouts = importlib.import_module("triton.experimental.gluon.language")
+    return layouts.NVMMASharedLayout(
+        swizzle_byte_width=min(128, cols * size), element_bitwidth=8 * size, rank=4
+    )
 
 
 @functools.cache
@@ -155,7 +163,9 @@ def _source(
     function = _kernel(*kernel)
     annotations = {p.name: p.annotation_type for p in function.params if not p.is_constexpr}
     loose = {p.name for p in function.params if p.do_not_specialize_on_alignment}
-    signature, absent, divisible = {}, {}, []
+    signature: dict[str, str] = {}
+    absent: dict[str, None] = {}
+    divisible: list[str] = []
     for name, value in arguments.items():
         if value is None:
             absent[name] = None  # Triton itself treats a None argument as a constant
@@ -167,7 +177,8 @@ def _source(
             signature[name] = annotations[name]
         else:
             tile = ", ".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{tile}]>"
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's have one
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}[{tile}]{layout}>"
     return KernelSource(
         module=kernel[0],
         name=kernel[1],

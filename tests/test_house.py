@@ -93,8 +93,8 @@ def test_only_kernel_files_import_triton_or_cupy_at_their_top():
 
 
 def is_kernel_file(path):
-    """Kernels live in `ops/common.py` and in `triton_<what>.py` beside an op's `triton.py`."""
-    return path == ROOT / "ops" / "common.py" or path.stem.startswith("triton_")
+    """Kernels live in `ops/common.py` and in `triton_*.py`, `hopper_*.py` beside `triton.py`."""
+    return path == ROOT / "ops" / "common.py" or path.stem.startswith(("triton_", "hopper_"))
 
 
 def test_reference_imports_torch_alone():
@@ -107,7 +107,9 @@ def test_reference_imports_torch_alone():
 
 def test_launchers_allocate_through_alloc():
     """Poisoned allocation proves a kernel's stores only if nothing bypasses `ops/alloc.py`."""
-    files = [path for path in python_files("ops") if re.match(r"(triton|cuda)(_|$)", path.stem)]
+    files = [
+        path for path in python_files("ops") if re.match(r"(triton|hopper|cuda)(_|$)", path.stem)
+    ]
     assert {folder / "triton.py" for folder in op_folders()} <= set(files)
     found = [
         f"{path.relative_to(ROOT)}:{number}"

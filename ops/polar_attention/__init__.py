@@ -3,7 +3,7 @@ r"""Polar attention: softmax attention that returns a direction and a count of w
 Row i of a head sees the keys V_i = {j : max(0, n_i − window) ≤ j < n_i}. With nh_i = max(|V_i|, 1),
 
     t_i = 1 + length_gain·log nh_i          ν_i = null_base + null_slope·√log(nh_i + 1)
-    w   = softmax over {t_i·scale·q_i·k_j, j ∈ V_i} ∪ {t_i·ν_i}      (the null competes as one more key)
+    w   = softmax over {t_i·scale·q_i·k_j, j ∈ V_i} ∪ {t_i·ν_i}   (the null is one more key)
     s_i = Σ_j w_ij v_j + w_iN·null_value    direction_i = s_i / max(‖s_i‖, 1e-6)
     n_eff = w_R² / Σ_j w_ij², w_R = Σ_j w_ij     count_i = tanh(magnitude_gain·log1p(n_eff·w_R))
 
@@ -157,7 +157,8 @@ def polar_attention(
     Example:
         >>> import torch
         >>> from fastweights.ops import polar_attention
-        >>> q, k, v = torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64), torch.randn(1, 16, 2, 64)
+        >>> q = torch.randn(1, 16, 8, 64)
+        >>> k, v = torch.randn(2, 1, 16, 2, 64).unbind(0)
         >>> head = torch.ones(8)
         >>> direction, count = polar_attention(
         ...     q, k, v, null_base=2 * head, null_slope=head, length_gain=0.3 * head,

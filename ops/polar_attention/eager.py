@@ -285,7 +285,8 @@ class _Upstream(NamedTuple):
     lse: Tensor  # (B, Hq, n), −inf for a row with no key
     gs: Tensor  # Gs = w_R·∂loss/∂s, (B, Hq, n, D)
     e0: Tensor  # (B, Hq, n)
-    e1: Tensor | None  # (B, Hq, n); None is 0
+    e1: Tensor | None = None  # (B, Hq, n); None is 0
+    by_pairs: Tensor | None = None  # (B, Hq, n): rows whose null's gradient is −Σ_j da
 
 
 def bwd(
@@ -329,9 +330,8 @@ def bwd(
         g, da = _gradients(shape, q_i * factor, k, v, plan, i, row, dk, dv)
         dq[:, i] = (g * factor).transpose(1, 2)
         if sums is not None:
-            # Σ_j da + d_null = 0. Where the null wins both are of the size of w_R, and only the
-            # sum over keys holds that without cancellation.
-            d_null = torch.where(lse_i < terms.logit, -da, d_null)
+            if row.by_pairs is not None:
+                d_null = torch.where(row.by_pairs, -da, d_null)
             sums.add_logits((q_i * g).sum(-1) * shape.scale, d_null, terms)
     parameters = () if null is None or sums is None else sums.results(null)
     return (dq, dk.to(k.dtype), dv.to(v.dtype), *parameters)
@@ -341,7 +341,7 @@ def _softmax_upstream(
     d_out: Tensor, out: Tensor, d_lse: Tensor, lse: Tensor, rows: _Rows
 ) -> _Upstream:
     e0 = d_lse.masked_fill(~rows.seen[:, None], 0) - (d_out * out).sum(-1)
-    return _Upstream(lse, d_out, e0, None)
+    return _Upstream(lse, d_out, e0)
 
 
 def _polar_upstream(
@@ -370,12 +370,16 @@ def _polar_upstream(
     gs = (dc - projection[..., None] * c) / rho.clamp(min=EPS)[..., None]
     kappa = along.masked_fill(~clamped, 0)
     d_null = -gm_m - kappa
+    by_pairs = None
     if terms.value is not None:
         d_null = d_null + (gs * terms.value).sum(-1)
-    d_null = d_null * w_null
+        # Σ_j da + d_null = 0. Where the null makes up most of s, gs·value cancels down to the
+        # rounding of c, and only the sum over pairs keeps its digits.
+        by_pairs = w_null * (c * terms.value).sum(-1) > 0.5 * rho
+    d_null = (d_null * w_null).masked_fill(lse == -torch.inf, 0)
     sums.add_upstream(w_null[..., None] * gs, d_tanh * log_m)
     e0 = gm_m * (3 - w_real) - w_real * kappa
-    return _Upstream(lse, w_real[..., None] * gs, e0, 2 * gm_m * n_eff), d_null
+    return _Upstream(lse, w_real[..., None] * gs, e0, 2 * gm_m * n_eff, by_pairs), d_null
 
 
 def _gradients(
@@ -391,7 +395,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """Σ_j da_ij k_j (B, Hq, n, D) and Σ_j da_ij (B, Hq, n) of rows i; adds to dk and dv.
 
-    `q_i` carries t·scale. The second sum is made in Polar mode only, else it is 0.
+    `q_i` carries t·scale. The second sum is made where `row.by_pairs` asks for it, else it is 0.
     """
     dtype = shape.statistic_dtype
     q_i, gs = _stack(shape, q_i), _stack(shape, row.gs)
@@ -408,7 +412,7 @@ def _gradients(
         if e1 is not None:
             da.addcmul_(u, e1, value=-1)
         da.mul_(u)
-        if e1 is not None:
+        if row.by_pairs is not None:
             total += da.sum(-1, keepdim=True)
         dv[:, tile.keys] += (u.mT @ gs).transpose(1, 2)
         dk[:, tile.keys] += (da.mT @ q_i).transpose(1, 2)

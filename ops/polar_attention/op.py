@@ -52,6 +52,7 @@ class AttentionShape:
 
     `sequences` is the number of packed sequences, None if not packed. `window` None means no
     window. `polar` False is softmax mode. `null_value` says whether there is a null value.
+    `aligned`: q, k and v start and stride by multiples of 16 bytes.
     """
 
     polar: bool
@@ -71,6 +72,7 @@ class AttentionShape:
     sequences: int | None
     max_seqlen: int | None
     max_seqlen_k: int | None
+    aligned: bool = True
 
     @property
     def group(self) -> int:
@@ -275,6 +277,7 @@ def _call(
         sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         max_seqlen=max_seqlen,
         max_seqlen_k=max_seqlen_k,
+        aligned=all(map(checks.aligned, (q, k, v))),
     )
     return _Call(q, k, v, null, Lengths(n_keys, cu_seqlens, cu_seqlens_k), shape, backend)
 

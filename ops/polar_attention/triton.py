@@ -1,8 +1,7 @@
-"""Triton backend: config spaces and launchers. The kernels are in `triton_fwd` and `triton_bwd`.
+"""Triton backend: launchers.
 
-Backward has two forms in one space. `split` runs a dk/dv kernel and a dq kernel; no atomics, so it
-is what deterministic mode gets. `single` (SINGLE = 1) forms every score once and adds dq into an
-fp32 buffer with atomic (bulk-reduce) additions; `finish` casts it.
+The kernels are in `triton_fwd`, `triton_bwd` (over pairs) and `triton_bwd_rows`, the config spaces
+in `triton_spaces`.
 """
 
 from __future__ import annotations
@@ -11,20 +10,23 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, Key, Space, choose
+from ...autotune.space import Config, Device, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
-from ..checks import last_contiguous
+from ..checks import aligned, last_contiguous
 from .op import EPS, PACKAGE, AttentionShape, Lengths, NullParameters
+from .triton_spaces import OP, SPACE_BWD, SPACE_FWD, block_d, bucket, windowed
 
-OP = "polar_attention"
 FORWARD = f"{PACKAGE}.triton_fwd"
+FORWARD_HOPPER = f"{PACKAGE}.hopper_fwd"
 BACKWARD = f"{PACKAGE}.triton_bwd"
+BACKWARD_ROWS = f"{PACKAGE}.triton_bwd_rows"
 
 NO_LIMIT = 2**30  # window of a call without one: no sequence reaches it, no sum overflows
-ROW_TILE = 128  # unit of the padded row layout of backward; as in triton_bwd
+ROW_TILE = 128  # unit of the padded row layout of backward; as in triton_bwd_rows
+PAIR_KERNELS = ("attention_bwd_dkdv", "attention_bwd_dq")
+HOPPER_ROWS = 64  # of one consumer; as in hopper_fwd
 FINISH_ROWS = 64  # rows of a program of finish
-MIN_BLOCK_D = 16
 
 
 def supports(shape: AttentionShape, arch: str) -> str | None:
@@ -38,191 +40,14 @@ def supports(shape: AttentionShape, arch: str) -> str | None:
     return None
 
 
-# ---- config spaces ------------------------------------------------------------------------------
-
-
-def block_d(head_dim: int) -> int:
-    """Head width padded to the power of two that tiles have."""
-    return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
-
-
-def bucket(shape: AttentionShape) -> Key:
-    """(element bytes, padded head width, polar, null value, windowed, deterministic)."""
-    return (
-        shape.dtype.itemsize,
-        block_d(shape.head_dim),
-        shape.polar,
-        shape.null_value,
-        _windowed(shape),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _windowed(shape: AttentionShape) -> bool:
-    """Whether the window hides a key; one that cannot is no window, bit for bit."""
-    return shape.window is not None and shape.window < shape.tk
-
-
-def _config(m: int, n: int, warps: int, stages: int, **tiles: int) -> Config:
-    wide = warps >= 4 and m >= 64
-    return Config.make(
-        BLOCK_M=m,
-        BLOCK_N=n,
-        num_warps=warps,
-        num_stages=stages,
-        matrix="wgmma" if wide else "mma",
-        **tiles,
-    )
-
-
-def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
-    size, width = key[:2]
-    m, n = config["BLOCK_M"], config["BLOCK_N"]
-    shared = size * width * (m + 2 * n * config.num_stages)
-    registers = m * (width + n) // (32 * config.num_warps)
-    return _limits(config, key, device, shared, registers, most=192)
-
-
-def _limits(
-    config: Config, key: Key, device: Device, shared: int, registers: int, most: int
-) -> str | None:
-    if shared + 1024 > device.shared_bytes:
-        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
-    if registers > most:
-        return f"needs about {registers} registers a thread for its accumulators"
-    if config.get("HALF", 1) != (key[0] == 2):
-        return "is for another element size"
-    return None
-
-
-def _default_fwd(key: Key, device: Device) -> Config:
-    size, width = key[:2]
-    if size == 4:
-        return _first_fitting(SPACE_FWD, key, device, [(64, 32, 4, 2), (32, 32, 4, 2)])
-    preferred = {
-        64: [(64, 128, 4, 2), (128, 64, 8, 2)],
-        128: [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)],
-        256: [(128, 64, 8, 2), (64, 64, 8, 2)],
-    }
-    wide = min(max(width, 64), 256)
-    return _first_fitting(SPACE_FWD, key, device, preferred[wide] + [(64, 64, 4, 2)])
-
-
-def _first_fitting(
-    space: Space, key: Key, device: Device, preferred: list[tuple[int, int, int, int]]
-) -> Config:
-    """The first preferred tile that fits, else the smallest config that does."""
-    fitting = space.fitting(key, device)
-    for m, n, warps, stages in preferred:
-        for config in fitting:
-            shape = (config["BLOCK_M"], config["BLOCK_N"], config.num_warps, config.num_stages)
-            if shape == (m, n, warps, stages):
-                return config
-    return min(fitting, key=lambda config: config["BLOCK_M"] * config["BLOCK_N"])
-
-
-SPACE_FWD = Space(
-    op=OP,
-    pass_="fwd",
-    backend="triton",
-    configs=(
-        *(
-            _config(m, n, warps, stages, HALF=1)
-            for m, n, warps, stages in (
-                (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3),
-                (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 4, 2), (256, 64, 8, 2),
-                (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3),
-                (64, 32, 4, 3), (64, 32, 4, 4), (32, 32, 4, 2),
-            )
-        ),
-        *(
-            _config(m, n, warps, stages, HALF=0)
-            for m, n, warps, stages in (
-                (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (32, 32, 4, 2),
-            )
-        ),
-    ),
-    fits=_fits_fwd,
-    bucket=bucket,
-    default=_default_fwd,
-)  # fmt: skip
-
-
-def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
-    size, width, _, null_value, _, deterministic = key
-    if deterministic and config.atomic:
-        return "adds with atomics, and deterministic algorithms are on"
-    if null_value and config["SINGLE"]:
-        return "does not form the row sums that the gradient of a strong null needs"
-    m, n = config["BLOCK_M"], config["BLOCK_N"]
-    single = config["SINGLE"]
-    shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
-    shared += single * (size * m * n + 4 * m * width)
-    registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
-    reason = _limits(config, key, device, shared, registers, most=288)
-    if reason is not None or single:
-        return reason
-    m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
-    shared = size * width * 2 * (m + n * stages)
-    registers = m * (width + 2 * n) // (32 * config["DQ_WARPS"])
-    return _limits(config, key, device, shared, registers, most=224)
-
-
-def _default_bwd(key: Key, device: Device) -> Config:
-    fitting = SPACE_BWD.fitting(key, device)
-    return min(fitting, key=lambda config: SPACE_BWD.configs.index(config))
-
-
-def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
-    made = _config(m, n, warps, stages, SINGLE=1, HALF=half)
-    return Config(made.tiles, warps, stages, made.matrix, atomic=True)
-
-
-def _split(
-    dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half: int = 1
-) -> Config:
-    names = ("DQ_M", "DQ_N", "DQ_WARPS", "DQ_STAGES")
-    return _config(*dkdv, SINGLE=0, HALF=half, **dict(zip(names, dq, strict=True)))
-
-
-SPACE_BWD = Space(
-    op=OP,
-    pass_="bwd",
-    backend="triton",
-    configs=(
-        _split((64, 64, 4, 2), (128, 128, 8, 2)),
-        _split((64, 64, 4, 2), (128, 64, 8, 2)),
-        _split((64, 64, 4, 2), (64, 64, 4, 2)),
-        _split((64, 128, 8, 2), (128, 128, 8, 2)),
-        _split((64, 64, 8, 2), (64, 64, 8, 2)),
-        _split((32, 64, 4, 2), (64, 32, 4, 2)),
-        _split((32, 32, 4, 1), (32, 32, 4, 1)),
-        _single(64, 128, 8, 2),
-        _single(32, 128, 8, 2),
-        _single(64, 64, 4, 2),
-        _single(128, 128, 8, 2),
-        _single(64, 64, 8, 2),
-        _single(32, 64, 4, 2),
-        _single(32, 32, 4, 1),
-        _split((32, 64, 4, 2), (64, 32, 4, 2), half=0),
-        _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
-        _single(32, 64, 8, 1, half=0),
-        _single(32, 32, 4, 1, half=0),
-    ),
-    fits=_fits_bwd,
-    bucket=bucket,
-    default=_default_bwd,
-)
-
-
-# ---- launchers ----------------------------------------------------------------------------------
-
-
 def _precision(shape: AttentionShape) -> str:
-    """How fp32 operands are multiplied: tf32x3 keeps fp32 accuracy on tensor cores."""
-    if shape.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "tf32x3" if shape.dtype == torch.float32 else "ieee"
+    """How fp32 operands are multiplied on tensor cores.
+
+    Six products of bf16 parts keep fp32 accuracy; tf32x3 misses it by a factor of two.
+    """
+    if shape.dtype != torch.float32 or shape.device.type == "cpu":  # the interpreter is exact
+        return "ieee"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _rules(shape: AttentionShape) -> dict[str, Any]:
@@ -230,7 +55,7 @@ def _rules(shape: AttentionShape) -> dict[str, Any]:
     return {
         "CAUSAL": shape.causal and not shape.has_n_keys,
         "N_KEYS": shape.has_n_keys,
-        "WINDOW": _windowed(shape),
+        "WINDOW": windowed(shape),
         "PACKED": shape.packed,
     }
 
@@ -293,6 +118,7 @@ def fwd(
     """direction, count, lse, n_eff, rho, null_mass in Polar mode; out, lse in softmax mode."""
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     m, n, width = config["BLOCK_M"], config["BLOCK_N"], block_d(shape.head_dim)
+    hopper = bool(config.get("HOPPER"))
     q, k, v = (last_contiguous(x) for x in (q, k, v))
     device = shape.device
     rows = (shape.batch, shape.heads_q, shape.tq)
@@ -303,11 +129,13 @@ def fwd(
         count = empty((shape.batch, shape.tq, shape.heads_q), dtype=shape.dtype, device=device)
         n_eff, rho, null_mass = (empty(rows, dtype=torch.float32, device=device) for _ in range(3))
 
-    bulk = runtime.bulk_copies(device, q, k, v)
-    arguments = {
-        "q": runtime.head_tiles(q, m, width) if bulk else q,
-        "k": runtime.head_tiles(k, n, width) if bulk else k,
-        "v": runtime.head_tiles(v, n, width) if bulk else v,
+    bulk = hopper or runtime.bulk_copies(device, q, k, v)
+    operands = {"q": (q, HOPPER_ROWS if hopper else m), "k": (k, n), "v": (v, n)}
+    arguments: dict[str, Any] = {
+        name: runtime.head_tiles(x, tile, width, gluon=hopper) if bulk else x
+        for name, (x, tile) in operands.items()
+    }
+    arguments |= {
         **_null_arguments(null),
         "out": out,
         "count": count,
@@ -317,27 +145,33 @@ def fwd(
         "null_mass": null_mass,
         "group": shape.group,
         "scale": shape.scale,
-        **_lengths(shape, lengths),
-        **_strides("q", q),
-        **_strides("k", k),
-        **_strides("v", v),
     }
     constants = {
         "POLAR": shape.polar,
         "NULL_VALUE": shape.null_value,
-        **_rules(shape),
         "WIDTH": shape.head_dim,
-        "BLOCK_M": m,
         "BLOCK_N": n,
         "BLOCK_D": width,
-        "TMA": bulk,
-        "ALIGNED": all(map(runtime.aligned, (q, k, v))),
-        "PRECISION": _precision(shape),
         "STAGES": config.num_stages,
         "EPS": EPS,
     }
+    rules = _rules(shape)
+    sizes = _lengths(shape, lengths)
+    if hopper:
+        kernel = (FORWARD_HOPPER, "attention_fwd")
+        arguments |= {name: sizes[name] for name in ("tq", "tk", "heads_q", "window")}
+        constants |= {"CAUSAL": rules["CAUSAL"], "WINDOW": rules["WINDOW"]}
+    else:
+        kernel = (FORWARD, "attention_fwd")
+        arguments |= sizes | _strides("q", q) | _strides("k", k) | _strides("v", v)
+        constants |= {
+            **rules,
+            "BLOCK_M": m,
+            "TMA": bulk,
+            "ALIGNED": shape.aligned,
+            "PRECISION": _precision(shape),
+        }
     programs = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
-    kernel = (FORWARD, "attention_fwd")
     runtime.launch(OP, kernel, programs, device, config, arguments, constants)
     if not shape.polar:
         return out, lse
@@ -399,7 +233,7 @@ class _Backward:
         config: Config | None = None,
     ) -> None:
         chosen = config or Config.make(num_warps=4, num_stages=1, matrix="fma")
-        kernel = (BACKWARD, name)
+        kernel = (BACKWARD if name in PAIR_KERNELS else BACKWARD_ROWS, name)
         runtime.launch(OP, kernel, programs, self.device, chosen, arguments, constants)
 
     def _gains(self) -> dict[str, Any]:
@@ -439,17 +273,19 @@ class _Backward:
         n_eff: torch.Tensor | None,
         rho: torch.Tensor | None,
     ) -> None:
-        """Qs, Gs, row statistics, and the first partial sums of the parameter gradients."""
+        """Gs, row statistics, and the first partial sums of the parameter gradients."""
         shape = self.shape
         tiles = self.padded // ROW_TILE
         rows = (1, self.heads * self.padded)
         operand = (self.heads * self.padded, shape.head_dim)
         self.lam, self.e0 = self._float(*rows), self._float(*rows)
         self.e1 = self._float(*rows) if shape.polar else None
+        self.rate = self._float(*rows) if shape.polar else None
         self.by_pairs = self._float(*rows) if shape.null_value else None
-        self.qs, self.gs = (
-            empty(operand, dtype=shape.dtype, device=self.device) for _ in range(2)
-        )
+        self.gs = empty(operand, dtype=shape.dtype, device=self.device)
+        self.q_rows = None  # a padded copy, where tiles of q could meet another sequence
+        if shape.packed:
+            self.q_rows = empty(operand, dtype=shape.dtype, device=self.device)
         self.sums = None
         if shape.polar:
             self.sums = self._float(shape.heads_q, shape.batch * tiles, 4 + shape.head_dim)
@@ -465,8 +301,9 @@ class _Backward:
             "n_eff": n_eff,
             "rho": rho,
             **_null_arguments(self.null),
-            "qs": self.qs,
+            "q_rows": self.q_rows,
             "gs": self.gs,
+            "rate_rows": self.rate,
             "lam_rows": self.lam,
             "e0_rows": self.e0,
             "e1_rows": self.e1,
@@ -486,34 +323,36 @@ class _Backward:
             **self.constants,
             "NULL_VALUE": shape.null_value,
             "STEP": 16,
-            "ALIGNED": all(map(runtime.aligned, (self.q, d_out))),
+            "ALIGNED": all(map(aligned, (self.q, d_out))),
             "EPS": EPS,
         }
         self._launch("attention_bwd_prepare", tiles * self.heads, arguments, constants)
 
-    def _pair_kernel(
-        self, m: int, n: int, stages: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _pair_kernel(self, m: int, n: int, stages: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants that the two kernels over pairs share."""
-        bulk = runtime.bulk_copies(self.device, self.k, self.v, self.qs)
-        tiles = {"k": self.k, "v": self.v} if not bulk else {
-            "k": runtime.head_tiles(self.k, n, self.width),
-            "v": runtime.head_tiles(self.v, n, self.width),
-        }  # fmt: skip
-        rows = {"qs": self.qs, "gs": self.gs} if not bulk else {
-            "qs": runtime.matrix_tiles(self.qs, m, self.width),
-            "gs": runtime.matrix_tiles(self.gs, m, self.width),
-        }  # fmt: skip
+        bulk = runtime.bulk_copies(self.device, self.q, self.k, self.v)
+        q = self.q if self.q_rows is None else self.q_rows
+        operands = {"q": q, "k": self.k, "v": self.v, "gs": self.gs}
+        if bulk:
+            tile = runtime.head_tiles if self.q_rows is None else runtime.matrix_tiles
+            operands = {
+                "q": tile(q, m, self.width),
+                "k": runtime.head_tiles(self.k, n, self.width),
+                "v": runtime.head_tiles(self.v, n, self.width),
+                "gs": runtime.matrix_tiles(self.gs, m, self.width),
+            }
         arguments = {
-            **tiles,
-            **rows,
+            **operands,
+            "rate_rows": self.rate,
             "lam_rows": self.lam,
             "e0_rows": self.e0,
             "e1_rows": self.e1,
+            **_strides("q", self.q),
             **_strides("k", self.k),
             **_strides("v", self.v),
             "padded": self.padded,
             "group": self.shape.group,
+            "scale": self.shape.scale,
             **self.lengths,
         }
         constants = {
@@ -521,7 +360,7 @@ class _Backward:
             "BLOCK_M": m,
             "BLOCK_N": n,
             "TMA": bulk,
-            "ALIGNED": all(map(runtime.aligned, (self.k, self.v))),
+            "ALIGNED": self.shape.aligned,
             "PRECISION": _precision(self.shape),
             "STAGES": stages,
         }
@@ -535,7 +374,7 @@ class _Backward:
         dv = empty(self.v.shape, dtype=shape.dtype, device=self.device)
         arguments, constants = self._pair_kernel(m, n, config.num_stages)
         if constants["TMA"]:
-            for name in ("lam_rows", "e0_rows", "e1_rows"):
+            for name in ("rate_rows", "lam_rows", "e0_rows", "e1_rows"):
                 if arguments[name] is not None:
                     arguments[name] = runtime.matrix_tiles(arguments[name], 1, m)
         # The interpreter has descriptors but no bulk additions.
@@ -563,7 +402,6 @@ class _Backward:
             "dq_out": dq,
             "sums": self.sums_dq,
             "partials": shape.batch * tiles,
-            "scale": shape.scale,
         }
         half = Config.make(
             BLOCK_M=m, BLOCK_N=n, num_warps=config["DQ_WARPS"], num_stages=stages,
@@ -579,7 +417,8 @@ class _Backward:
         tiles = _tiles(shape, shape.tq, FINISH_ROWS)
         dq = self._dq_outputs(tiles)
         arguments = {
-            "qs": self.qs,
+            "q": self.q if self.q_rows is None else self.q_rows,
+            **_strides("q", self.q),
             **self._gains(),
             "dq": buffer,
             "dq_out": dq,
@@ -589,7 +428,7 @@ class _Backward:
             "scale": shape.scale,
             **self.lengths,
         }
-        constants = {**self.constants, "BLOCK_M": FINISH_ROWS}
+        constants = {**self.constants, "BLOCK_M": FINISH_ROWS, "ALIGNED": shape.aligned}
         self._launch("attention_bwd_finish", tiles * self.heads, arguments, constants)
         return dq
 

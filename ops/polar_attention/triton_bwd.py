@@ -1,22 +1,25 @@
 """Backward kernels. Per row i, with lam the log-sum of its real logits (base 2) and
 
-    Qs = t·scale·log₂e·q        Gs = w_R·dLoss/ds        e0, e1 from the count (spec of the op)
+    rate = t·scale·log₂e        Gs = w_R·dLoss/ds        e0, e1 from the count (spec of the op)
 
-every pair gives u = 2^(Qs·k − lam), the real weight, and g = u·(Gs·v + e0 − e1·u), so that
+every pair gives u = 2^(rate·q·k − lam), the real weight, and g = u·(Gs·v + e0 − e1·u), so that
 
-    dq = t·scale·Σ_j g·k        dk = ln2·Σ_i g·Qs        dv = Σ_i u·Gs
+    dq = t·scale·Σ_j g·k        dk = scale·Σ_i t·g·q        dv = Σ_i u·Gs
 
-    prepare    per row: Qs, Gs, −lam, e0, e1, and partial sums of the parameter gradients
+    prepare    per row: Gs, rate, −lam/rate, e0, e1, and partial sums of the parameter gradients
     dkdv       keys stay, queries stream, in transposed tiles [N, M]: dk and dv in registers, summed
                over the query heads of the group; SINGLE also adds each tile's Σ g·k to a buffer
     dq         queries stay, keys stream: no atomics (the other half of the split form)
     finish     the buffer of SINGLE → dq, and the length-gain partial sums
     parameters partial sums → parameter gradients, in fixed order
 
-−lam and e0 are the initial values of the accumulators of Qs·k and Gs·v: the additions are free,
-and the row vectors are dead before the products start. Rows live in a padded layout (B·Hq, padded)
-where each sequence starts at a multiple of ROW_TILE and owns whole tiles; rows that do not exist
-hold Qs = Gs = 0 and −lam = −inf, hence u = 0: no loop masks rows.
+−lam/rate and e0 are the initial values of the accumulators of q·k and Gs·v: the additions are free,
+and the row vectors are dead before the products start. (Folding rate into q would save two products
+a pair, but rounds q anew: a row of few keys then misses its log-sum by more than 16 bits allow.)
+
+Rows live in a padded layout (B·Hq, padded) where each sequence starts at a multiple of ROW_TILE and
+owns whole tiles; rows that do not exist hold Gs = 0 and −lam = −inf, hence u = 0: no loop masks
+rows.
 
 The transposed tiles keep every product's operands as they come: no product takes the transpose of
 another's result, which Triton 3.4 to 3.7 miscompiles on Hopper.
@@ -25,218 +28,75 @@ another's result, which Triton 3.4 to 3.7 miscompiles on Hopper.
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E, count_tiles, key_bounds, key_range, load_tile, log1p, place_tile
+from ..common import LN2, count_tiles, key_bounds, key_range, load_tile, place_tile
+from .triton_bwd_rows import (
+    PAIR_SCALARS,
+    load_padded,
+    load_query,
+    load_rows,
+    row_base,
+    safe_rate,
+    store_dq,
+)
 
 RUNTIME = (
     "tq", "tk", "heads_q", "group", "sequences", "window", "partials",
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
-    "stride_vb", "stride_vt", "stride_vh", "stride_gb", "stride_gt", "stride_gh",
-    "stride_cb", "stride_ct", "stride_ch", "stride_nb", "padded", "scale",
+    "stride_vb", "stride_vt", "stride_vh", "stride_nb", "padded", "scale",
 )  # fmt: skip
-VIEWS = ("q", "k", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
-
-ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
-PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
-PARTIAL_SCALARS = tl.constexpr(4)  # of prepare: base, slope, length gain, magnitude gain; then D of the value
-
-
-@triton.jit
-def _row_base(cu_q, sequence, PACKED: tl.constexpr):
-    """Where the rows of a sequence start in the padded layout."""
-    base = tl.zeros([], tl.int32)
-    if PACKED:
-        base = (tl.load(cu_q + sequence) // ROW_TILE + sequence) * ROW_TILE
-    return base
-
-
-@triton.jit
-def _load_rows(x, row, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """ROWS values of a row statistic from `row` on.
-
-    With TMA, `x` is a descriptor: the copy lands in shared memory, from where each thread reads
-    the columns it holds. By pointers the same is one 4-byte copy a value and thread.
-    """
-    if TMA:
-        values = x.load([0, row.to(tl.int32)]).reshape([ROWS])
-    else:
-        values = tl.load(x + row + tl.arange(0, ROWS))
-    return values
-
-
-@triton.jit
-def _load_padded(
-    x, row, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
-):
-    """ROWS rows of Qs or Gs from `row` on, [ROWS, COLS]; zeros past WIDTH."""
-    if TMA:
-        tile = x.load([row.to(tl.int32), 0])
-    else:
-        cols = tl.arange(0, COLS)
-        at = (row + tl.arange(0, ROWS))[:, None] * WIDTH + cols[None, :]
-        tile = tl.load(x + at, mask=(cols < WIDTH)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
-def attention_bwd_prepare(
-    q, d_out, d_count, out, lse, n_eff, rho,
-    null_value, null_base, null_slope, length_gain, magnitude_gain, n_keys, cu_q, cu_k,
-    qs, gs, lam_rows, e0_rows, e1_rows, by_pairs, sums,
-    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, sequences: tl.int32, window: tl.int32,
-    partials: tl.int32, padded: tl.int64,
-    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
-    stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64,
-    stride_cb: tl.int64, stride_ct: tl.int64, stride_ch: tl.int64, stride_nb: tl.int64,
-    scale: tl.float32,
-    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """ROW_TILE rows of one head, STEP at a time. `sums` is (Hq, partials, 4 + D) fp32."""
-    total = tq
-    tiles = count_tiles(total, sequences, ROW_TILE, PACKED)
-    pid = tl.program_id(0)
-    batch_head = pid // tiles
-    batch = (batch_head // heads_q).to(tl.int64)
-    head = (batch_head % heads_q).to(tl.int64)
-    slot = batch_head // heads_q * tiles + pid % tiles  # of this program among the head's partials
-    sequence, tile, first_row, tq, _, tk = place_tile(
-        pid % tiles, total, tk, sequences, cu_q, cu_k, ROW_TILE, PACKED
-    )
-    padding = sequence < 0
-    if PACKED:
-        padding = sequence == sequences
-    row0 = tile * ROW_TILE
-    cols = tl.arange(0, BLOCK_D)  # [D]
-    base = batch_head.to(tl.int64) * padded + _row_base(cu_q, sequence, PACKED)
-    seen_by = n_keys
-    if N_KEYS:
-        seen_by = n_keys + batch * stride_nb + first_row
-    if POLAR:
-        gain_n = tl.load(length_gain + head).to(tl.float32)
-        gain_m = tl.load(magnitude_gain + head).to(tl.float32)
-        bias = tl.load(null_base + head).to(tl.float32)
-        slope_n = tl.load(null_slope + head).to(tl.float32)
-    if NULL_VALUE:
-        value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
-        value = value.to(tl.float32)
-    sum_base = tl.zeros([STEP], tl.float32)
-    sum_slope = tl.zeros([STEP], tl.float32)
-    sum_length = tl.zeros([STEP], tl.float32)
-    sum_magnitude = tl.zeros([STEP], tl.float32)
-    sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
-    # A tile without rows has nothing to write: what follows it belongs to the next sequence.
-    end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
-    for first in tl.range(row0, end, STEP):
-        rows = first + tl.arange(0, STEP)  # [S]
-        inside = rows < tq
-        live = inside & (padding == 0)
-        position = first_row + rows.to(tl.int64)
-        at_row = batch_head.to(tl.int64) * total + position
-        at_out = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-        mask = live[:, None] & (cols < WIDTH)[None, :]
-        c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
-        stop = first_row + tl.where(padding, 0, tq)
-        dc = load_tile(
-            d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
-            WIDTH, STEP, BLOCK_D, False, ALIGNED,
-        ).to(tl.float32)  # fmt: skip
-        query = load_tile(
-            q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
-            WIDTH, STEP, BLOCK_D, False, ALIGNED,
-        ).to(tl.float32)  # fmt: skip
-        lam = tl.load(lse + at_row, mask=live, other=float("-inf"))
-        keyless = lam == float("-inf")
-        along = tl.sum(dc * c, 1)  # [S]
-        if POLAR:
-            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
-            length = tl.maximum(high - low, 1).to(tl.float32)
-            log_n = tl.log(length)
-            log_n1 = tl.sqrt(tl.log(length + 1.0))
-            t = 1.0 + gain_n * log_n
-            nu = bias + slope_n * log_n1
-            effective = tl.load(n_eff + at_row, mask=live, other=1.0)
-            norm = tl.load(rho + at_row, mask=live, other=1.0)
-            gap = (lam - t * nu) * LOG2E
-            w_real = 1.0 / (1.0 + tl.exp2(-gap))
-            w_null = 1.0 / (1.0 + tl.exp2(gap))
-            mass = tl.where(keyless, 0.0, effective * w_real)
-            log_mass = log1p(mass)
-            decay = tl.exp(-2.0 * tl.abs(gain_m * log_mass))
-            slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))  # 1 − tanh², without cancelling
-            at_count = batch * stride_cb + position * stride_ct + head * stride_ch
-            d_amount = tl.load(d_count + at_count, mask=live, other=0.0).to(tl.float32)
-            d_mass = d_amount * gain_m * slope / (1.0 + mass)
-
-            clamped = norm <= EPS
-            # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
-            square = tl.sum(c * c, 1)
-            flat = clamped | (square == 0.0)
-            share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
-            d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
-            kappa = tl.where(clamped, along, 0.0)
-            e0 = d_mass * mass * (3.0 - w_real) - w_real * kappa
-            e1 = 2.0 * d_mass * mass * effective
-            d_null = -w_null * (d_mass * mass + kappa)
-            if NULL_VALUE:
-                # Where the null makes up most of s, d_s·value cancels down to the rounding of c;
-                # the dq kernel forms d_null of such a row as minus the sum over its pairs.
-                cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
-                tl.store(by_pairs + base + rows, tl.where(cancels & (keyless == 0), 1.0, 0.0))
-                d_null += w_null * tl.sum(d_s * value[None, :], 1)
-                d_null = tl.where(cancels, 0.0, d_null)
-                sum_value += tl.where(live[:, None], w_null[:, None] * d_s, 0.0)
-            d_null = tl.where(keyless, 0.0, d_null)
-            sum_base += d_null * t
-            sum_slope += d_null * t * log_n1
-            sum_length += d_null * nu * log_n
-            sum_magnitude += d_amount * slope * log_mass
-            grad = w_real[:, None] * d_s
-            query = query * (t * (scale * LOG2E))[:, None]
-            tl.store(e1_rows + base + rows, tl.where(keyless, 0.0, e1))
-        else:
-            d_lse = tl.load(d_count + at_row, mask=live, other=0.0)
-            e0 = d_lse - along
-            grad = dc
-            query = query * (scale * LOG2E)
-        tl.store(e0_rows + base + rows, tl.where(keyless, 0.0, e0))
-        tl.store(lam_rows + base + rows, tl.where(keyless, float("-inf"), -lam * LOG2E))
-        grad = tl.where(keyless[:, None], 0.0, grad)
-        at_padded = (base + rows)[:, None] * WIDTH + cols[None, :]
-        wide = (rows >= 0)[:, None] & (cols < WIDTH)[None, :]
-        tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
-        tl.store(qs + at_padded, query.to(qs.dtype.element_ty), mask=wide)
-    if POLAR:
-        at = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
-        tl.store(at, tl.sum(sum_base, 0))
-        tl.store(at + 1, tl.sum(sum_slope, 0))
-        tl.store(at + 2, tl.sum(sum_length, 0))
-        tl.store(at + 3, tl.sum(sum_magnitude, 0))
-        if NULL_VALUE:
-            tl.store(at + PARTIAL_SCALARS + cols, tl.sum(sum_value, 0), mask=cols < WIDTH)
+VIEWS = ("q", "k", "v")  # ALIGNED says what holds of their addresses
 
 
 @triton.jit
 def _pairs_by_key(
-    dk, dv, key, value, qs, gs, lam_rows, e0_rows, e1_rows, dq, n_keys,
-    batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, begin, end,
-    padded, stride_nb,
+    dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
+    batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, begin, end, factor,
+    padded, stride_nb, stride_qb, stride_qt, stride_qh,
     POLAR: tl.constexpr, SINGLE: tl.constexpr, REDUCE: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Query tiles of rows begin … end of every head of the group, one flat loop."""
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 0)
     for step in tl.range(0, tiles * group, num_stages=STAGES):
         row0 = begin + step % tiles * BLOCK_M
-        head = batch * heads_q + head_k * group + step // tiles
-        row = head * padded + base + row0
-        query = _load_padded(qs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
-        minus_lam = _load_rows(lam_rows, row, BLOCK_M, TMA)  # [M]
+        head = head_k * group + step // tiles
+        batch_head = batch * heads_q + head
+        row = batch_head * padded + base + row0
+        # Every load comes before the first product: a wait between products in flight makes the
+        # compiler run them one by one.
+        query = load_query(
+            q,
+            batch,
+            head,
+            row0,
+            tq,
+            row,
+            stride_qb,
+            stride_qt,
+            stride_qh,
+            WIDTH,
+            BLOCK_M,
+            BLOCK_D,
+            PACKED,
+            TMA,
+            ALIGNED,
+        )  # fmt: skip  [M, D]
+        grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
+        minus_lam = load_rows(lam_rows, row, BLOCK_M, TMA)  # [M]
+        e0 = load_rows(e0_rows, row, BLOCK_M, TMA)
+        if POLAR:
+            e1 = load_rows(e1_rows, row, BLOCK_M, TMA)
+            rate = load_rows(rate_rows, row, BLOCK_M, TMA)
         score = tl.broadcast_to(minus_lam[None, :], [BLOCK_N, BLOCK_M])
         score = tl.dot(key, query.T, score, input_precision=PRECISION)  # [N, M]
-        u = tl.exp2(score)
+        du = tl.broadcast_to(e0[None, :], [BLOCK_N, BLOCK_M])
+        du = tl.dot(value, grad.T, du, input_precision=PRECISION)  # [N, M]
+        if POLAR:
+            u = tl.exp2(score * rate[None, :])
+        else:
+            u = tl.exp2(score * factor)
         if MASKED:
             rows = row0 + tl.arange(0, BLOCK_M)  # [M]
             keys = key0 + tl.arange(0, BLOCK_N)  # [N]
@@ -246,25 +106,19 @@ def _pairs_by_key(
             low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
             seen = (keys[:, None] >= low[None, :]) & (keys[:, None] < high[None, :])
             u = tl.where(seen, u, 0.0)
-        grad = _load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
         dv = tl.dot(u.to(grad.dtype), grad, dv, input_precision=PRECISION)  # [N, D]
-        e0 = _load_rows(e0_rows, row, BLOCK_M, TMA)
         if POLAR:
-            e1 = _load_rows(e1_rows, row, BLOCK_M, TMA)
-            du = e0[None, :] - e1[None, :] * u
-        else:
-            du = tl.broadcast_to(e0[None, :], [BLOCK_N, BLOCK_M])
-        du = tl.dot(value, grad.T, du, input_precision=PRECISION)  # [N, M]
+            du = (du - e1[None, :] * u) * rate[None, :]
         g = (u * du).to(query.dtype)
         dk = tl.dot(g, query, dk, input_precision=PRECISION)  # [N, D]
         if SINGLE:
             part = tl.dot(key.T, g, input_precision=PRECISION)  # [D, M]
             if REDUCE:
-                dq.atomic_add([head.to(tl.int32) * BLOCK_D, base + row0], part)
+                dq.atomic_add([batch_head.to(tl.int32) * BLOCK_D, base + row0], part)
             else:
                 cols = tl.arange(0, BLOCK_D)
                 rows_dq = base + row0 + tl.arange(0, BLOCK_M)
-                at_dq = (head * BLOCK_D + cols)[:, None] * padded + rows_dq[None, :]
+                at_dq = (batch_head * BLOCK_D + cols)[:, None] * padded + rows_dq[None, :]
                 mask = (cols < WIDTH)[:, None] & (rows_dq >= 0)[None, :]
                 tl.atomic_add(dq + at_dq, part, mask=mask, sem="relaxed")
     return dk, dv
@@ -272,12 +126,13 @@ def _pairs_by_key(
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
 def attention_bwd_dkdv(
-    qs, k, v, gs, lam_rows, e0_rows, e1_rows, n_keys, cu_q, cu_k, dk_out, dv_out, dq,
+    q, k, v, gs, rate_rows, lam_rows, e0_rows, e1_rows, n_keys, cu_q, cu_k, dk_out, dv_out, dq,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
     window: tl.int32,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
-    stride_nb: tl.int64, padded: tl.int64,
+    stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
     POLAR: tl.constexpr, SINGLE: tl.constexpr, REDUCE: tl.constexpr, CAUSAL: tl.constexpr,
     N_KEYS: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -297,15 +152,37 @@ def attention_bwd_dkdv(
     key0 = tile * BLOCK_N
     if key0 >= tk:
         return
-    base = _row_base(cu_q, sequence, PACKED)
+    base = row_base(cu_q, sequence, PACKED)
     keys = key0 + tl.arange(0, BLOCK_N)  # [N]
     key = load_tile(
-        k, batch, head_k, first_key + key0, first_key + tk, stride_kb, stride_kt, stride_kh,
-        WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        k,
+        batch,
+        head_k,
+        first_key + key0,
+        first_key + tk,
+        stride_kb,
+        stride_kt,
+        stride_kh,
+        WIDTH,
+        BLOCK_N,
+        BLOCK_D,
+        TMA,
+        ALIGNED,
     )  # fmt: skip  [N, D]
     value = load_tile(
-        v, batch, head_k, first_key + key0, first_key + tk, stride_vb, stride_vt, stride_vh,
-        WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        v,
+        batch,
+        head_k,
+        first_key + key0,
+        first_key + tk,
+        stride_vb,
+        stride_vt,
+        stride_vh,
+        WIDTH,
+        BLOCK_N,
+        BLOCK_D,
+        TMA,
+        ALIGNED,
     )  # fmt: skip  [N, D]
     if PACKED:  # keys of the next sequence, or padding that may hold NaN
         key = tl.where((keys < tk)[:, None], key, 0.0)
@@ -341,53 +218,80 @@ def attention_bwd_dkdv(
     else:
         whole_end = end
 
+    factor = safe_rate(1.0, scale)  # of every row, without a length gain
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk, dv = _pairs_by_key(
-        dk, dv, key, value, qs, gs, lam_rows, e0_rows, e1_rows, dq, n_keys,
+        dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
         batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, begin, whole,
-        padded, stride_nb, POLAR, SINGLE, REDUCE, True, CAUSAL, N_KEYS, WINDOW, WIDTH,
-        BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION, STAGES,
+        factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, True,
+        CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        PRECISION, STAGES,
     )  # fmt: skip
     dk, dv = _pairs_by_key(
-        dk, dv, key, value, qs, gs, lam_rows, e0_rows, e1_rows, dq, n_keys,
+        dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
         batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, whole, whole_end,
-        padded, stride_nb, POLAR, SINGLE, REDUCE, False, CAUSAL, N_KEYS, WINDOW, WIDTH,
-        BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION, STAGES,
+        factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, False,
+        CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        PRECISION, STAGES,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _pairs_by_key(
-            dk, dv, key, value, qs, gs, lam_rows, e0_rows, e1_rows, dq, n_keys,
+            dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
             batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, whole_end, end,
-            padded, stride_nb, POLAR, SINGLE, REDUCE, True, CAUSAL, N_KEYS, WINDOW, WIDTH,
-            BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION, STAGES,
+            factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, True,
+            CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            PRECISION, STAGES,
         )  # fmt: skip
 
     cols = tl.arange(0, BLOCK_D)
     position = batch * total_k + first_key + keys.to(tl.int64)
     at = (position * heads_k + head_k)[:, None] * WIDTH + cols[None, :]
     mask = (keys < tk)[:, None] & (cols < WIDTH)[None, :]
-    tl.store(dk_out + at, (dk * LN2).to(dk_out.dtype.element_ty), mask=mask)
+    tl.store(dk_out + at, (dk * (LN2 if POLAR else scale)).to(dk_out.dtype.element_ty), mask=mask)
     tl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _pairs_by_query(
-    dq, pairs, query, grad, k, v, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
+    dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
     begin, end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Key tiles begin … end of one query tile."""
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key = load_tile(
-            k, batch, head_k, first_key + j, first_key + tk, stride_kb, stride_kt, stride_kh,
-            WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            k,
+            batch,
+            head_k,
+            first_key + j,
+            first_key + tk,
+            stride_kb,
+            stride_kt,
+            stride_kh,
+            WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+            TMA,
+            ALIGNED,
         )  # fmt: skip  [N, D]
         value = load_tile(
-            v, batch, head_k, first_key + j, first_key + tk, stride_vb, stride_vt, stride_vh,
-            WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            v,
+            batch,
+            head_k,
+            first_key + j,
+            first_key + tk,
+            stride_vb,
+            stride_vt,
+            stride_vh,
+            WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+            TMA,
+            ALIGNED,
         )  # fmt: skip  [N, D]
         keys = j + tl.arange(0, BLOCK_N)  # [N]
         if MASKED and RAGGED:
@@ -395,60 +299,30 @@ def _pairs_by_query(
             value = tl.where((keys < end)[:, None], value, 0.0)
         score = tl.broadcast_to(minus_lam[:, None], [BLOCK_M, BLOCK_N])
         score = tl.dot(query, key.T, score, input_precision=PRECISION)  # [M, N]
-        u = tl.exp2(score)
+        du = tl.broadcast_to(e0[:, None], [BLOCK_M, BLOCK_N])
+        du = tl.dot(grad, value.T, du, input_precision=PRECISION)  # [M, N]
+        u = tl.exp2(score * rate[:, None])
         if MASKED:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
             u = tl.where(seen, u, 0.0)
         if POLAR:
-            du = e0[:, None] - e1[:, None] * u
-        else:
-            du = tl.broadcast_to(e0[:, None], [BLOCK_M, BLOCK_N])
-        du = tl.dot(grad, value.T, du, input_precision=PRECISION)  # [M, N]
+            du = du - e1[:, None] * u
         g = u * du
         if NULL_VALUE:
-            pairs += tl.sum(g, 1)
+            if wanted:
+                pairs += tl.sum(g, 1)
         dq = tl.dot(g.to(key.dtype), key, dq, input_precision=PRECISION)  # [M, D]
     return dq, pairs
 
 
-@triton.jit
-def _store_dq(
-    acc, d_null, query, null_base, null_slope, length_gain, length, scale, dq_out, sums,
-    batch, head, position, inside, live, total, heads_q, partials, slot,
-    POLAR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write dq = t·scale·acc, acc = Σ g·k, and this tile's parts of three parameter gradients.
-
-    d_null is dLoss/d(t·ν) of the rows that prepare left to the pairs, 0 elsewhere. The sum over
-    pairs of dt is (q·dq)/t = ln2·(Qs·acc)/t; where t is exactly 0 the term is 0.
-    """
-    cols = tl.arange(0, BLOCK_D)
-    at = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-    mask = inside[:, None] & (cols < WIDTH)[None, :]
-    if POLAR:
-        log_n = tl.log(length)
-        t = 1.0 + tl.load(length_gain + head).to(tl.float32) * log_n
-        dq = acc * (t * scale)[:, None]
-        along = tl.sum(query.to(tl.float32) * acc, 1) * LN2
-        dt = tl.where(live & (t != 0.0), along / tl.where(t == 0.0, 1.0, t), 0.0)
-        log_n1 = tl.sqrt(tl.log(length + 1.0))
-        nu = tl.load(null_base + head).to(tl.float32)
-        nu += tl.load(null_slope + head).to(tl.float32) * log_n1
-        at_sums = sums + (head * partials + slot) * PAIR_SCALARS
-        tl.store(at_sums, tl.sum(d_null * t, 0))
-        tl.store(at_sums + 1, tl.sum(d_null * t * log_n1, 0))
-        tl.store(at_sums + 2, tl.sum((dt + d_null * nu) * log_n, 0))
-    else:
-        dq = acc * scale
-    tl.store(dq_out + at, dq.to(dq_out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
 def attention_bwd_dq(
-    qs, k, v, gs, lam_rows, e0_rows, e1_rows, by_pairs, null_base, null_slope, length_gain,
+    q, k, v, gs, rate_rows, lam_rows, e0_rows, e1_rows, by_pairs,
+    null_base, null_slope, length_gain,
     n_keys, cu_q, cu_k, dq_out, sums,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
     window: tl.int32, partials: tl.int32,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
@@ -489,135 +363,67 @@ def attention_bwd_dq(
         low, high, row0, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW, BLOCK_M, BLOCK_N
     )
 
-    row = batch_head.to(tl.int64) * padded + _row_base(cu_q, sequence, PACKED) + row0
-    query = _load_padded(qs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
-    grad = _load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
-    minus_lam = _load_rows(lam_rows, row, BLOCK_M, False)
-    e0 = _load_rows(e0_rows, row, BLOCK_M, False)
+    row = batch_head.to(tl.int64) * padded + row_base(cu_q, sequence, PACKED) + row0
+    query = load_query(
+        q,
+        batch,
+        head,
+        row0,
+        tq,
+        row,
+        stride_qb,
+        stride_qt,
+        stride_qh,
+        WIDTH,
+        BLOCK_M,
+        BLOCK_D,
+        PACKED,
+        TMA,
+        ALIGNED,
+    )  # fmt: skip  [M, D]
+    grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
+    minus_lam = load_rows(lam_rows, row, BLOCK_M, False)
+    e0 = load_rows(e0_rows, row, BLOCK_M, False)
     e1 = e0
+    rate = safe_rate(1.0, scale) + e0 * 0.0
     if POLAR:
-        e1 = _load_rows(e1_rows, row, BLOCK_M, False)
+        e1 = load_rows(e1_rows, row, BLOCK_M, False)
+        rate = load_rows(rate_rows, row, BLOCK_M, False)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pairs = tl.zeros([BLOCK_M], tl.float32)
+    wanted = False
+    if NULL_VALUE:
+        of_pairs = load_rows(by_pairs, row, BLOCK_M, False)
+        wanted = tl.max(of_pairs, 0) > 0.0
     RAGGED: tl.constexpr = PACKED or N_KEYS
     if WINDOW:
         left = tl.minimum(full, end)  # past `end` lie rows of others, NaN among them
         dq, pairs = _pairs_by_query(
-            dq, pairs, query, grad, k, v, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
-            begin, left, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
+            dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
+            tk, begin, left, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+            POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            PRECISION, STAGES,
         )  # fmt: skip
     dq, pairs = _pairs_by_query(
-        dq, pairs, query, grad, k, v, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
-        full, full_end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, NULL_VALUE, False, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
+        dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
+        tk, full, full_end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+        POLAR, NULL_VALUE, False, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        PRECISION, STAGES,
     )  # fmt: skip
     dq, pairs = _pairs_by_query(
-        dq, pairs, query, grad, k, v, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
-        full_end, end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
+        dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
+        tk, full_end, end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+        POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        PRECISION, STAGES,
     )  # fmt: skip
     length = tl.maximum(high - low, 1).to(tl.float32)
     d_null = pairs
     if NULL_VALUE:
-        d_null = -pairs * _load_rows(by_pairs, row, BLOCK_M, False)
-    _store_dq(
-        dq, d_null, query, null_base, null_slope, length_gain, length, scale, dq_out, sums,
+        d_null = -pairs * of_pairs
+    store_dq(
+        dq * (rate * LN2)[:, None], d_null, query, null_base, null_slope, length_gain, length,
+        dq_out, sums,
         batch, head,
         first_row + rows.to(tl.int64), inside, live, total, heads_q, partials, slot,
         POLAR, WIDTH, BLOCK_D,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def attention_bwd_finish(
-    qs, null_base, null_slope, length_gain, n_keys, cu_q, cu_k, dq, dq_out, sums,
-    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, sequences: tl.int32, window: tl.int32,
-    partials: tl.int32, stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
-    POLAR: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """dq of the single-pass form: the fp32 buffer (B·Hq, D, padded) scaled, transposed, cast."""
-    total = tq
-    tiles = count_tiles(total, sequences, BLOCK_M, PACKED)
-    pid = tl.program_id(0)
-    batch_head = pid // tiles
-    batch = (batch_head // heads_q).to(tl.int64)
-    head = (batch_head % heads_q).to(tl.int64)
-    slot = batch_head // heads_q * tiles + pid % tiles
-    sequence, tile, first_row, tq, _, tk = place_tile(
-        pid % tiles, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
-    )
-    row0 = tile * BLOCK_M
-    if row0 >= tq:
-        if POLAR:
-            for scalar in tl.static_range(PAIR_SCALARS):
-                tl.store(sums + (head * partials + slot) * PAIR_SCALARS + scalar, 0.0)
-        return
-    rows = row0 + tl.arange(0, BLOCK_M)  # [M]
-    inside = rows < tq
-    live = inside
-    if PACKED:
-        live = inside & (sequence < sequences)
-    cols = tl.arange(0, BLOCK_D)
-    base = _row_base(cu_q, sequence, PACKED)
-    at = (batch_head.to(tl.int64) * BLOCK_D + cols)[:, None] * padded + (base + rows)[None, :]
-    mask = (cols < WIDTH)[:, None] & inside[None, :]
-    acc = tl.trans(tl.load(dq + at, mask=mask, other=0.0))  # [M, D]
-    length = tl.full([BLOCK_M], 1.0, tl.float32)
-    query = acc
-    if POLAR:
-        seen_by = n_keys
-        if N_KEYS:
-            seen_by = n_keys + batch * stride_nb + first_row
-        low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
-        length = tl.maximum(high - low, 1).to(tl.float32)
-        row = batch_head.to(tl.int64) * padded + base + row0
-        query = _load_padded(qs, row, WIDTH, BLOCK_M, BLOCK_D, False)
-    _store_dq(
-        acc, tl.zeros([BLOCK_M], tl.float32), query, null_base, null_slope, length_gain, length,
-        scale, dq_out, sums, batch, head,
-        first_row + rows.to(tl.int64), inside, live, total, heads_q, partials, slot,
-        POLAR, WIDTH, BLOCK_D,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("partials", "partials_dq"))
-def attention_bwd_parameters(
-    sums, sums_dq, d_value, d_base, d_slope, d_length_gain, d_magnitude_gain,
-    partials: tl.int32, partials_dq: tl.int32,
-    NULL_VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Add up the partial sums of one head in fixed order and cast to each parameter's dtype."""
-    head = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
-    base = tl.zeros([BLOCK_P], tl.float32)
-    slope = tl.zeros([BLOCK_P], tl.float32)
-    length = tl.zeros([BLOCK_P], tl.float32)
-    magnitude = tl.zeros([BLOCK_P], tl.float32)
-    value = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    for first in tl.range(0, partials, BLOCK_P):
-        slots = first + tl.arange(0, BLOCK_P)
-        mask = slots < partials
-        at = sums + (head * partials + slots) * (PARTIAL_SCALARS + WIDTH)
-        base += tl.load(at, mask=mask, other=0.0)
-        slope += tl.load(at + 1, mask=mask, other=0.0)
-        length += tl.load(at + 2, mask=mask, other=0.0)
-        magnitude += tl.load(at + 3, mask=mask, other=0.0)
-        if NULL_VALUE:
-            mask_v = mask[:, None] & (cols < WIDTH)[None, :]
-            value += tl.load(at[:, None] + PARTIAL_SCALARS + cols[None, :], mask=mask_v, other=0.0)
-    for first in tl.range(0, partials_dq, BLOCK_P):
-        slots = first + tl.arange(0, BLOCK_P)
-        mask = slots < partials_dq
-        at_dq = sums_dq + (head * partials_dq + slots) * PAIR_SCALARS
-        base += tl.load(at_dq, mask=mask, other=0.0)
-        slope += tl.load(at_dq + 1, mask=mask, other=0.0)
-        length += tl.load(at_dq + 2, mask=mask, other=0.0)
-    tl.store(d_base + head, tl.sum(base, 0).to(d_base.dtype.element_ty))
-    tl.store(d_slope + head, tl.sum(slope, 0).to(d_slope.dtype.element_ty))
-    tl.store(d_length_gain + head, tl.sum(length, 0).to(d_length_gain.dtype.element_ty))
-    tl.store(d_magnitude_gain + head, tl.sum(magnitude, 0).to(d_magnitude_gain.dtype.element_ty))
-    if NULL_VALUE:
-        total = tl.sum(value, 0).to(d_value.dtype.element_ty)
-        tl.store(d_value + head * WIDTH + cols, total, mask=cols < WIDTH)

@@ -44,8 +44,19 @@ def _stream(
     """Let the keys begin ≤ j < end pass by; `low` and `high` matter in a MASKED run."""
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key = load_tile(
-            k, batch, head_k, first_key + j, first_key + tk, stride_kb, stride_kt, stride_kh,
-            WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            k,
+            batch,
+            head_k,
+            first_key + j,
+            first_key + tk,
+            stride_kb,
+            stride_kt,
+            stride_kh,
+            WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+            TMA,
+            ALIGNED,
         )  # fmt: skip  [N, D]
         score = tl.dot(q, key.T, input_precision=PRECISION)  # [M, N]
         if MASKED:
@@ -66,8 +77,19 @@ def _stream(
             s2 = s2 * (alpha * alpha) + tl.sum(p * p, 1)
         acc = acc * alpha[:, None]
         value = load_tile(
-            v, batch, head_k, first_key + j, first_key + tk, stride_vb, stride_vt, stride_vh,
-            WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+            v,
+            batch,
+            head_k,
+            first_key + j,
+            first_key + tk,
+            stride_vb,
+            stride_vt,
+            stride_vh,
+            WIDTH,
+            BLOCK_N,
+            BLOCK_D,
+            TMA,
+            ALIGNED,
         )  # fmt: skip  [N, D]
         if MASKED and RAGGED:  # rows behind the last visible key may hold anything, NaN included
             at_v = j + tl.arange(0, BLOCK_N)
@@ -124,8 +146,19 @@ def attention_fwd(
     rate = t * (scale * LOG2E)
 
     query = load_tile(
-        q, batch, head, first_row + row0, first_row + tq, stride_qb, stride_qt, stride_qh,
-        WIDTH, BLOCK_M, BLOCK_D, TMA, ALIGNED,
+        q,
+        batch,
+        head,
+        first_row + row0,
+        first_row + tq,
+        stride_qb,
+        stride_qt,
+        stride_qh,
+        WIDTH,
+        BLOCK_M,
+        BLOCK_D,
+        TMA,
+        ALIGNED,
     )  # fmt: skip  [M, D]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)

@@ -84,6 +84,7 @@ def reports(tmp_path_factory):
         "small tile": (product(m=64, n=64, k=32), "sm_90"),
         "deeper": (product(num_stages=4), "sm_90"),
         "spills": (product(n=256, num_warps=4), "sm_80"),
+        "too wide for wgmma": (product(n=256, num_warps=4), "sm_90"),
         "no product": (double(), "sm_90"),
         "broken": (broken(), "sm_90"),
     }
@@ -118,6 +119,20 @@ def test_spills_are_seen(reports):
     # 128·256 accumulators over 128 threads are 256 registers, one more than a thread can have.
     assert reports["spills"].registers == 255
     assert reports["spills"].stack_bytes > 0
+
+
+def test_wgmma_that_run_one_by_one_are_seen(reports):
+    # Without registers to keep products in flight, ptxas waits for each of them.
+    serial = {name for name, report in reports.items() if report.serial}
+    assert serial == {"too wide for wgmma"}
+
+
+def test_one_serial_stretch_is_enough_and_short_products_tell_nothing():
+    one = "WARPGROUP.ARRIVE ; HGMMA.64x64x16.F32 R4 ; WARPGROUP.DEPBAR.LE ;\n"
+    healthy = "WARPGROUP.ARRIVE ;\n" + 8 * "HGMMA.64x64x16.F32 R4 ;\n" + "WARPGROUP.DEPBAR.LE ;\n"
+    assert not report_.serial_wgmma(healthy + ".L_x_1:\n" + healthy)
+    assert report_.serial_wgmma(healthy + ".L_x_1:\n" + 4 * one + ".L_x_2:\n" + healthy)
+    assert not report_.serial_wgmma(healthy + ".L_x_1:\n" + 2 * one)
 
 
 def test_a_kernel_that_does_not_compile_reports_the_error(reports):
@@ -171,6 +186,7 @@ def test_problem_passes_a_good_report():
         (changed(error="it broke"), "sm_90", "it broke"),
         (changed(matrix="mma"), "sm_90", "uses mma, the config states wgmma"),
         (changed(stack_bytes=8), "sm_90", "8 bytes of stack, allowed 0"),
+        (changed(serial=True), "sm_90", "its wgmma run one by one"),
         (changed(shared_bytes=228 << 10), "sm_90", "bytes of shared memory"),
         (changed(shared_bytes=100 << 10, matrix="mma"), "sm_89", "bytes of shared memory"),
     ],
@@ -204,7 +220,9 @@ def run_command(tmp_path, *arguments):
         "    return KernelSource('probe_kernels', name, kinds, constexprs)\n"
         "def compile_cases(target, quick):\n"
         "    config = Config.make(BLOCK=128, matrix='fma')\n"
-        "    cases = [CompileCase('probe', 'fwd', config, source('double', BLOCK=128))]\n"
+        "    other = Config.make(BLOCK=64, matrix='fma')  # the kernel does not depend on it\n"
+        "    cases = [CompileCase('probe', 'fwd', c, source('double', BLOCK=128))\n"
+        "             for c in (config, other)]\n"
         "    return cases if quick else cases + [\n"
         "        CompileCase('probe', 'bwd', config, source('broken', BLOCK=3))]\n"
         "if __name__ == '__main__':\n"
@@ -228,11 +246,13 @@ def test_command_fails_when_a_config_fails_and_writes_both_forms(tmp_path):
     done = run_command(tmp_path, "probe", "--target", "sm_80", "--json", str(path))
     assert done.returncode == 1, done.stderr
     assert "FAILED probe bwd block128-w4-s2 broken" in done.stdout
+    assert "block128-w4-s2 and 1 more" in done.stdout
     assert "sm_80: 2 kernels, 1 failed" in done.stdout
     document = json.loads(path.read_text())
     assert document["target"] == "sm_80"
     good, bad = document["rows"]
     assert (good["kernel"], good["problem"]) == ("double", None)
+    assert good["configs"] == ["block128-w4-s2", "block64-w4-s2"]
     assert good["registers"] > 0
     assert bad["problem"] == bad["error"] is not None
 

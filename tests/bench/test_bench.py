@@ -216,7 +216,7 @@ def test_unwritten_memory_fails_the_gate():
     inputs = ours.make_inputs(TINY, torch.Generator().manual_seed(0))
     verdict = gate.check(spoiled, inputs, spoiled.build(TINY, inputs), seed=1)
     assert not verdict.ok
-    assert verdict.failures[0].startswith("small count: error nan")
+    assert verdict.failures[0].startswith("small count: error inf")
     assert all(line.startswith("small ") for line in verdict.failures)
 
 

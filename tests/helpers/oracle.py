@@ -1,181 +1,25 @@
-"""Is an op right? Its error against float64 may be at most 1.5 × that of plain torch.
+"""Runs an op, the literal definition in float64 and in the op's dtype, and compares all three.
 
-For inputs drawn in a dtype there are three runs: the reference in float64 (truth), the reference
-in the dtype (yardstick) and the op. For each output and each gradient, over all seeds,
-
-    worst ‖op − truth‖ / ‖truth‖            ≤  1.5 × the yardstick's worst
-    worst max|op − truth| / max|truth|      ≤  4 × the yardstick's worst
-
-where a yardstick's error counts as at least 1e-6 for fp32, 1e-3 for 16-bit types and 1e-12 for
-float64: by luck or by an exact path it may be zero. NaN never passes.
+What counts as right is `fastweights.autotune.verify`; this adds the runs: views full of NaN around
+them, poisoned allocation, gradients of every floating argument.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from math import inf, prod, sqrt
+from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
 import torch
 
+from fastweights.autotune.verify import Comparison
 from fastweights.ops import alloc
 
 from . import inputs
 
-FLOORS = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-6,
-    torch.float16: 1e-3,
-    torch.bfloat16: 1e-3,
-}
-FROBENIUS_FACTOR = 1.5
-MAXIMUM_FACTOR = 4.0
-FEW = 256  # below this many numbers an error norm is itself noise; see `Comparison._widening`
-
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Error:
-    """Distance from the truth: Frobenius norm and largest element, both absolute."""
-
-    frobenius: float
-    maximum: float
-
-
-def error(got: torch.Tensor, truth: torch.Tensor) -> Error:
-    """The error of `got`; infinite if it holds a NaN or misses an infinity of the truth."""
-    if got.shape != truth.shape:
-        raise AssertionError(f"shape {tuple(got.shape)}, expected {tuple(truth.shape)}")
-    truth = truth.double()
-    got = got.to(truth)
-    infinite = truth.isinf()
-    if not torch.equal(got[infinite], truth[infinite]):
-        return Error(inf, inf)
-    difference = got.masked_fill(infinite, 0.0) - truth.masked_fill(infinite, 0.0)
-    return _size(difference) if difference.isfinite().all() else Error(inf, inf)
-
-
-def _size(x: torch.Tensor) -> Error:
-    if x.numel() == 0:
-        return Error(0.0, 0.0)
-    return Error(float(x.norm()), float(x.abs().max()))
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One result of one seed: two errors, and what they are relative to."""
-
-    op: Error
-    plain: Error
-    norm: Error
-    numbers: int
-
-
-@dataclass
-class Comparison:
-    """Errors of an op and of plain torch, gathered over seeds, and the verdict.
-
-    `dtype` is that of the op's inputs: it sets the floor, also for results of another dtype.
-    """
-
-    dtype: torch.dtype
-    rows: dict[str, list[_Row]] = field(default_factory=dict)
-
-    def add(
-        self,
-        name: str,
-        got: torch.Tensor,
-        truth: torch.Tensor,
-        yardstick: torch.Tensor,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        """Record one result of one seed.
-
-        A truth that vanishes up to rounding has no norm of its own. Its error is then relative
-        to `scale`, for a gradient the upstream gradients, times the square root of the result's
-        width: the size of the dot products that cancel.
-        """
-        if truth.isnan().any():
-            raise AssertionError(f"{name}: the float64 truth holds NaN: a broken test input")
-        plain = error(yardstick, truth)
-        if plain.frobenius == inf:
-            raise AssertionError(f"{name}: plain torch is not finite here, so it measures nothing")
-        norm = _size(truth.double().masked_fill(truth.isinf(), 0.0))
-        if scale is not None and truth.numel():
-            natural = _size(scale.double() * sqrt(truth.shape[-1]))
-            if norm.frobenius < 1e-12 * natural.frobenius:
-                norm = natural
-        row = _Row(error(got, truth), plain, norm, truth.numel())
-        self.rows.setdefault(name, []).append(row)
-
-    def relative(self, name: str) -> dict[str, tuple[float, float, float]]:
-        """Of one result: kind of error → (op, plain torch, limit), the worst of the seeds.
-
-        All seeds share one norm, the mean square of theirs: a sum over thousands of rows that
-        happens to cancel in one seed would else count its rounding by a norm of nearly zero.
-        """
-        rows = self.rows[name]
-        widening = _widening(sum(row.numbers for row in rows))
-        found = {}
-        for kind, factor in (("frobenius", FROBENIUS_FACTOR), ("maximum", MAXIMUM_FACTOR)):
-            norm = sqrt(sum(getattr(row.norm, kind) ** 2 for row in rows) / len(rows))
-            op = _ratio(max(getattr(row.op, kind) for row in rows), norm)
-            plain = _ratio(max(getattr(row.plain, kind) for row in rows), norm)
-            found[kind] = (op, plain, factor * widening * max(plain, FLOORS[self.dtype]))
-        return found
-
-    def report(self) -> list[str]:
-        """One line for each result that fails."""
-        return [
-            f"{name}: {kind} error {op:.3e}, plain torch {plain:.3e}, limit {limit:.3e}"
-            for name in self.rows
-            for kind, (op, plain, limit) in self.relative(name).items()
-            if not op <= limit
-        ]
-
-    def check(self, label: str = "") -> None:
-        """Raise AssertionError with both numbers of each result that fails."""
-        if not self.rows:
-            raise AssertionError(f"{label}: nothing was compared")
-        failures = self.report()
-        if failures:
-            raise AssertionError("\n".join([f"{label}: wrong against float64", *failures]))
-
-
-def _ratio(difference: float, norm: float) -> float:
-    if difference == 0.0:
-        return 0.0
-    return difference / norm if norm > 0.0 else inf
-
-
-def _widening(numbers: int) -> float:
-    """Slack for a ratio of two norms over few numbers, 1 for many.
-
-    A norm over n independent errors scatters by 1/√(2n); a per-head scalar gradient has n = 12
-    over three seeds, where two equally good computations differ by 1.5 in one run of twenty.
-    """
-    return 1.0 if numbers >= FEW else 1.0 + 3.0 / sqrt(2.0 * max(numbers, 1))
-
-
-def compare(
-    got: torch.Tensor,
-    truth: torch.Tensor,
-    yardstick: torch.Tensor,
-    *,
-    name: str = "result",
-    dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-) -> None:
-    """Check one result of one seed; `dtype` is that of the inputs, by default of `yardstick`."""
-    comparison = Comparison(yardstick.dtype if dtype is None else dtype)
-    comparison.add(name, got, truth, yardstick, scale)
-    comparison.check(name)
-
-
-# ---- running ------------------------------------------------------------------------------------
 
 
 def named(results: Any, name: str = "out") -> Tensors:

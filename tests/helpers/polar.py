@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastweights import ops, reference
+from fastweights.ops import checks
 from fastweights.ops.polar_attention.op import (
     AttentionShape,
     Lengths,
@@ -146,6 +147,27 @@ class Case:
             return partial(reference.polar_attention, return_stats=True)
         return reference.softmax_attention
 
+    def on_triton(self, **arguments: Any) -> Any:
+        """`op` on the Triton backend."""
+        return self.op(**arguments, backend="triton")
+
+    def for_form(self, single: int) -> Case:
+        """As one form of Triton's backward takes it: `single` has no null value."""
+        return self.but(null_value=False) if single else self
+
+    def measurable(self, dtype: torch.dtype) -> bool:
+        """Whether 16 bits hold what backward multiplies; else the case is for wider types.
+
+        Gs = w_R·∂loss/∂s, and w_R is about e^−null_base: at 10 Gs lies below fp16's smallest
+        normal number, 6e-5, and loses its digits in any implementation that multiplies fp16.
+        With one key and no null value the direction does not depend on the logit at all, and the
+        saved direction's rounding is larger than the count's part of the gradient.
+        """
+        if dtype.itemsize > 2 or not self.polar:
+            return True
+        strong = dtype == torch.float16 and self.null_base >= 10.0
+        return not strong and (self.null_value or self.tq > 1)
+
     def shape(self, dtype: torch.dtype, device: torch.device) -> AttentionShape:
         """What backends and config spaces see of this call."""
         return shape_of(self.arguments(0, dtype, device))
@@ -169,11 +191,13 @@ def shape_of(arguments: dict[str, Any]) -> AttentionShape:
             arguments.get("null_value"), *(arguments[name] for name in PARAMETERS)
         )
     lengths = Lengths(*(arguments.get(n) for n in ("n_keys", "cu_seqlens", "cu_seqlens_k")))
-    return attention_shape(
-        "test", arguments["q"], arguments["k"], arguments["v"], null, lengths,
+    qkv = [arguments[name] for name in "qkv"]
+    shape = attention_shape(
+        "test", *qkv, null, lengths,
         arguments.get("scale"), arguments.get("causal", True), arguments.get("window"),
         arguments.get("max_seqlen"), arguments.get("max_seqlen_k"),
     )  # fmt: skip
+    return replace(shape, aligned=all(map(checks.aligned, qkv)))
 
 
 def operator_arguments(arguments: dict[str, Any], backend: str = "auto") -> tuple[Any, ...]:

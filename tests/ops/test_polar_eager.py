@@ -501,6 +501,8 @@ REFUSED = {
         ValueError,
         "head width D of q is 257",
     ),
+    "scale": ({"scale": -0.1}, ValueError, "scale must be at least 0, got -0.1"),
+    "scale-nan": ({"scale": float("nan")}, ValueError, "scale must be at least 0, got nan"),
     "window": ({"window": 0}, ValueError, "window must be at least 1, got 0"),
     "null_base": ({"null_base": f(3)}, ValueError, "null_base has size 3"),
     "null_slope": ({"null_slope": f(4, 1)}, ValueError, "null_slope must have 1 dimensions"),

@@ -34,16 +34,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-SEEDS = (0,)  # the interpreter takes about 4 ms a tile; the GPU suite runs three
-
-
-def triton(case: Case) -> Any:
-    """The op of a case on this backend."""
-
-    def run(**arguments: Any) -> Any:
-        return case.op(**arguments, backend="triton")
-
-    return run
+SEEDS = (0, 1, 2)
 
 
 def fitting(space: Space, case: Case, dtype: torch.dtype) -> list[Config]:
@@ -73,31 +64,54 @@ def small_tiles(case: Case, dtype: torch.dtype, single: int) -> Iterator[None]:
 
 
 def check(case: Case, dtype: torch.dtype, single: int) -> None:
+    case = case.for_form(single)
     with small_tiles(case, dtype, single):
         oracle.check_op(
-            triton(case), case.reference, case.arguments, dtype, CPU, seeds=SEEDS, label=case.name
-        )
+            case.on_triton, case.reference, case.arguments, dtype, CPU,
+            seeds=SEEDS, label=case.name,
+        )  # fmt: skip
 
 
 # ---- against float64 ----------------------------------------------------------------------------
 
-# Each case runs in both dtypes; the backward form alternates, so that each rule meets each form in
-# one dtype.
 ALL_RULES = (*RULES, *SOFTMAX_RULES)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", range(len(ALL_RULES)), ids=[case.name for case in ALL_RULES])
-def test_rules(index: int, dtype: str) -> None:
-    single = (index + (dtype == "fp16")) % 2
-    check(ALL_RULES[index], DTYPES[dtype], single)
+def _rules() -> list[Any]:
+    """Each rule in each dtype that can measure it, the form of backward in turn.
+
+    So each rule meets both forms, and with them calls with and without a null value.
+    """
+    found = []
+    for index, case in enumerate(ALL_RULES):
+        for turn, dtype in enumerate(DTYPES):
+            forms = ((index + turn) % 2, (index + turn + 1) % 2)
+            able = [form for form in forms if case.for_form(form).measurable(DTYPES[dtype])]
+            found += [pytest.param(case, dtype, x, id=f"{case.name}-{dtype}") for x in able[:1]]
+    return found
 
 
-@pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
-@pytest.mark.parametrize("layout", inputs.LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(layout: str, dtype: str, single: int) -> None:
-    """ "fused" and "transposed" go through descriptors, "misaligned" and "odd_stride" do not."""
+@pytest.mark.parametrize(("case", "dtype", "single"), _rules())
+def test_rules(case: Case, dtype: str, single: int) -> None:
+    check(case, DTYPES[dtype], single)
+
+
+@pytest.mark.parametrize(
+    ("null_base", "dtype"), [(6.0, "fp32"), (6.0, "fp16"), (10.0, "fp32"), (-20.0, "fp16")]
+)
+def test_null_value_that_wins_or_loses(null_base: float, dtype: str) -> None:
+    """Parameter gradients too, though all of them are as small as the loser's mass."""
+    check(Case(tq=65, hq=4, hk=2, null_base=null_base), DTYPES[dtype], single=0)
+
+
+@pytest.mark.parametrize("index", range(2 * len(inputs.LAYOUTS)))
+def test_layouts(index: int) -> None:
+    """ "fused" and "transposed" go through descriptors, "misaligned" and "odd_stride" do not.
+
+    Each layout meets both dtypes and both forms of backward.
+    """
+    layout, single = inputs.LAYOUTS[index // 2], index % 2
+    dtype = ("fp32", "fp16")[(index // 2 + single) % 2]
     check(Case(tq=65, hq=4, hk=2, d=40, layout=layout), DTYPES[dtype], single)
 
 
@@ -112,34 +126,68 @@ def test_head_widths(d: int, layout: str) -> None:
 @pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
 def test_lengths(tokens: int, polar_mode: bool) -> None:
     dtype = torch.float16 if polar_mode == (tokens % 2 == 0) else torch.float32
-    check(Case(tq=tokens, hq=1, polar=polar_mode), dtype, single=tokens > 63)
+    for single in (0, 1):
+        check(Case(tq=tokens, hq=1, polar=polar_mode), dtype, single)
 
 
 TILES = Case(tq=127, tk=129, hq=2, window=70)
 
 
 def _tile_sets() -> list[Any]:
-    found = []
-    for dtype in DTYPES:
-        for space in (backend.SPACE_FWD, backend.SPACE_BWD):
-            for config in fitting(space, TILES, DTYPES[dtype]):
-                found.append(
-                    pytest.param(space, config, dtype, id=f"{space.pass_}-{dtype}-{config.name}")
-                )
-    return found
+    """Every set of tiles of both spaces; `single` ones on the call without a null value."""
+    return [
+        pytest.param(
+            case, space, config, dtype,
+            id=f"{space.pass_}-{dtype}-{config.name}",
+        )
+        for dtype in DTYPES
+        for single, case in enumerate((TILES, TILES.for_form(single=1)))
+        for space in (backend.SPACE_FWD, backend.SPACE_BWD)
+        for config in fitting(space, case, DTYPES[dtype])
+        if config.get("SINGLE") == single
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("space", "config", "dtype"), _tile_sets())
-def test_every_set_of_tiles(space: Space, config: Config, dtype: str) -> None:
+@pytest.mark.parametrize(("case", "space", "config", "dtype"), _tile_sets())
+def test_every_set_of_tiles(case: Case, space: Space, config: Config, dtype: str) -> None:
     other = backend.SPACE_BWD if space is backend.SPACE_FWD else backend.SPACE_FWD
     with (
-        use_config(other, smallest(other, TILES, DTYPES[dtype])),
+        use_config(other, smallest(other, case, DTYPES[dtype])),
         use_config(space, config),
     ):
         oracle.check_op(
-            triton(TILES), TILES.reference, TILES.arguments, DTYPES[dtype], CPU,
+            case.on_triton, case.reference, case.arguments, DTYPES[dtype], CPU,
             seeds=SEEDS, grads=space is backend.SPACE_BWD, label=config.name,
         )  # fmt: skip
+
+
+def test_single_form_refuses_a_null_value() -> None:
+    """It would lose the null's gradient where the null wins; it is never replaced in silence."""
+    case = Case(tq=20)
+    config = smallest(backend.SPACE_BWD, case.for_form(single=1), torch.float32, SINGLE=1)
+    arguments = case.arguments(0, torch.float32, CPU)
+    with (
+        use_config(backend.SPACE_BWD, config),
+        pytest.raises(ValueError, match=r"polar_attention/bwd cannot run here: .*row sums"),
+    ):
+        contracts.forward_backward(case.on_triton, arguments)
+
+
+def test_bucket_tells_rules_apart_but_not_lengths() -> None:
+    """A new length is no new key; what changes the choice of a config is one."""
+    base = Case(tq=100, d=64)
+
+    def key(case: Case, dtype: torch.dtype = torch.float32) -> Any:
+        return backend.bucket(case.shape(dtype, CPU))
+
+    same = (base.but(tq=99), base.but(batch=3, hq=8, hk=4), base.but(d=36), base.but(window=100))
+    assert {key(case) for case in same} == {key(base)}
+    assert key(base.but(window=99, tq=101)) == key(base.but(window=7))
+    rules = (base.but(d=68), base.but(window=99), base.for_form(single=1), base.but(polar=False))
+    other = [key(case) for case in rules] + [key(base, torch.float16)]
+    with contracts.deterministic():
+        other.append(key(base))
+    assert len({key(base), *other}) == 1 + len(other)
 
 
 def test_bf16_is_refused_with_a_reason() -> None:
@@ -168,6 +216,7 @@ def test_bf16_is_refused_with_a_reason() -> None:
     ids=lambda case: case.name,
 )
 def test_row_identity(case: Case, single: int) -> None:
+    case = case.for_form(single)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
         with small_tiles(case, dtype, single):
             polar.check_row_identity(case, dtype, CPU, tolerance, backend="triton")
@@ -177,7 +226,7 @@ def test_row_identity(case: Case, single: int) -> None:
 @pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
 def test_packed_equals_separate(polar_mode: bool, single: int) -> None:
     """Bit for bit, but for sums over tiles of several sequences or by atomics."""
-    case = Case(tq=80, polar=polar_mode)
+    case = Case(tq=80, polar=polar_mode).for_form(single)
     lengths = (1, 0, 37, 32)
     arguments = case.arguments(0, torch.float32, CPU)
     for name in ("q", "k", "v"):
@@ -190,16 +239,16 @@ def test_packed_equals_separate(polar_mode: bool, single: int) -> None:
             torch.testing.assert_close(packed, alone, rtol=2e-5, atol=2e-5, msg=name)
 
     with small_tiles(case, torch.float32, single):
-        contracts.check_packed(triton(case), arguments, ["q", "k", "v"], lengths, compare)
+        contracts.check_packed(case.on_triton, arguments, ["q", "k", "v"], lengths, compare)
 
 
 def test_window_past_the_sequence_is_no_window() -> None:
     case = Case(tq=65, hq=2)
     arguments = case.arguments(0, torch.float32, CPU)
     with small_tiles(case, torch.float32, single=0):
-        expected = contracts.forward_backward(triton(case), arguments)
+        expected = contracts.forward_backward(case.on_triton, arguments)
         for window in (65, 66, 2**30):
-            got = contracts.forward_backward(triton(case), arguments | {"window": window})
+            got = contracts.forward_backward(case.on_triton, arguments | {"window": window})
             oracle.assert_bit_equal(got, expected, f"window {window}")
 
 
@@ -209,8 +258,8 @@ def test_n_keys_spells_out_causal_and_full() -> None:
     causal = torch.arange(31, 71, dtype=torch.int32)
     with small_tiles(case, torch.float32, single=0):
         for rule, n_keys in ((True, causal), (False, torch.full_like(causal, 99))):
-            expected = contracts.forward_backward(triton(case), arguments | {"causal": rule})
-            got = contracts.forward_backward(triton(case), arguments | {"n_keys": n_keys})
+            expected = contracts.forward_backward(case.on_triton, arguments | {"causal": rule})
+            got = contracts.forward_backward(case.on_triton, arguments | {"n_keys": n_keys})
             for name, x in got.items():
                 torch.testing.assert_close(x, expected[name], rtol=2e-5, atol=2e-6, msg=name)
 
@@ -262,18 +311,24 @@ CONTRACTS = [
 
 @pytest.mark.parametrize("case", CONTRACTS, ids=lambda case: case.name)
 def test_contracts(case: Case) -> None:
-    arguments = case.arguments(0, torch.float32, CPU)
-    with small_tiles(case, torch.float32, single=1):
-        contracts.check_backward_twice(triton(case), arguments)
-        contracts.check_grad_out_untouched(triton(case), arguments)
-        contracts.check_expanded_grad_out(triton(case), arguments)
+    for single in (0, 1):
+        case = case.for_form(single)
+        arguments = case.arguments(0, torch.float32, CPU)
+        with small_tiles(case, torch.float32, single):
+            contracts.check_backward_twice(case.on_triton, arguments)
+            contracts.check_grad_out_untouched(case.on_triton, arguments)
+            contracts.check_expanded_grad_out(case.on_triton, arguments)
+
+
+@pytest.mark.parametrize("case", CONTRACTS, ids=lambda case: case.name)
+def test_fullgraph(case: Case) -> None:
     with small_tiles(case, torch.float32, single=0):  # deterministic mode refuses atomics
-        contracts.check_fullgraph(triton(case), arguments)
+        contracts.check_fullgraph(case.on_triton, case.arguments(0, torch.float32, CPU))
 
 
 @pytest.mark.parametrize("single", [0, 1], ids=["split", "single"])
 def test_views_give_equal_bits(single: int) -> None:
-    case = Case(tq=33, layout="contiguous")
+    case = Case(tq=33, layout="contiguous").for_form(single)
     arguments = case.arguments(0, torch.float32, CPU)
     views = [
         dict(zip("qkv", inputs.lay_out(*(arguments[n] for n in "qkv"), layout), strict=True))
@@ -282,7 +337,7 @@ def test_views_give_equal_bits(single: int) -> None:
     views.append({name: inputs.spaced(arguments[name]) for name in (*"qkv", *polar.PARAMETERS)})
     with small_tiles(case, torch.float32, single):
         for view in views:
-            contracts.check_views(triton(case), arguments, view)
+            contracts.check_views(case.on_triton, arguments, view)
 
 
 @pytest.mark.parametrize("polar_mode", [True, False], ids=["polar", "softmax"])
@@ -351,7 +406,7 @@ SIGNATURES = """
         for i in range(40):
             layout = layouts[i % len(layouts)]
             case = polar.Case(
-                tq=1 + 23 * i, batch=1 + i % 2, hq=2 + 2 * (i % 3), hk=2, layout=layout,
+                tq=2 + 23 * i, batch=1 + i % 2, hq=2 + 2 * (i % 3), hk=2, layout=layout,
                 window=1 + i,
             )
             for source in launches(case):

@@ -1,0 +1,353 @@
+"""Backward kernels over rows: everything that is linear in T (see `triton_bwd` for the whole).
+
+prepare    Gs, rate, −lam/rate, e0, e1 of each row, and partial sums of the parameter gradients
+finish     the buffer of the single-pass form → dq, and its partial sums
+parameters partial sums → parameter gradients, in fixed order
+"""
+
+import triton
+import triton.language as tl
+
+from ..common import LN2, LOG2E, count_tiles, key_range, load_tile, log1p, place_tile
+
+RUNTIME = (
+    "tq", "tk", "heads_q", "sequences", "window", "partials",
+    "stride_qb", "stride_qt", "stride_qh", "stride_gb", "stride_gt", "stride_gh",
+    "stride_cb", "stride_ct", "stride_ch", "stride_nb", "padded", "scale",
+)  # fmt: skip
+VIEWS = ("q", "d_out", "d_count")  # ALIGNED says what holds of their addresses
+
+ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
+PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
+PARTIAL_SCALARS = tl.constexpr(4)  # of prepare: those and the magnitude gain; then D of the value
+
+
+@triton.jit
+def row_base(cu_q, sequence, PACKED: tl.constexpr):
+    """Where the rows of a sequence start in the padded layout."""
+    base = tl.zeros([], tl.int32)
+    if PACKED:
+        base = (tl.load(cu_q + sequence) // ROW_TILE + sequence) * ROW_TILE
+    return base
+
+
+@triton.jit
+def load_rows(x, row, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """ROWS values of a row statistic from `row` on.
+
+    With TMA, `x` is a descriptor: the copy lands in shared memory, from where each thread reads
+    the columns it holds. By pointers the same is one 4-byte copy a value and thread.
+    """
+    if TMA:
+        values = x.load([0, row.to(tl.int32)]).reshape([ROWS])
+    else:
+        values = tl.load(x + row + tl.arange(0, ROWS))
+    return values
+
+
+@triton.jit
+def load_padded(
+    x, row, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """ROWS rows of a padded operand from `row` on, [ROWS, COLS]; zeros past WIDTH."""
+    if TMA:
+        tile = x.load([row.to(tl.int32), 0])
+    else:
+        cols = tl.arange(0, COLS)
+        at = (row + tl.arange(0, ROWS))[:, None] * WIDTH + cols[None, :]
+        tile = tl.load(x + at, mask=(cols < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_query(
+    q, batch, head, row0, tq, row, stride_b, stride_t, stride_h,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Query rows of a tile, zeros where there is none: q itself, or its padded copy if packed."""
+    if PACKED:
+        tile = load_padded(q, row, WIDTH, ROWS, COLS, TMA)
+    else:
+        tile = load_tile(
+            q, batch, head, row0, tq, stride_b, stride_t, stride_h, WIDTH, ROWS, COLS, TMA, ALIGNED
+        )
+    return tile
+
+
+@triton.jit
+def safe_rate(t, scale):
+    """t·scale·log₂e, kept from zero so that −lam/rate exists; at 1e-20 it weighs keys alike."""
+    rate = t * (scale * LOG2E)
+    return tl.where(tl.abs(rate) < 1e-20, 1e-20, rate)
+
+
+@triton.jit
+def store_dq(
+    dq, d_null, query, null_base, null_slope, length_gain, length, dq_out, sums,
+    batch, head, position, inside, live, total, heads_q, partials, slot,
+    POLAR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write dq, and this tile's parts of three parameter gradients.
+
+    d_null is dLoss/d(t·ν) of the rows that prepare left to the pairs, 0 elsewhere. The sum over
+    pairs of dt is (q·dq)/t; where t is exactly 0 the term is 0.
+    """
+    cols = tl.arange(0, BLOCK_D)
+    at = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    if POLAR:
+        log_n = tl.log(length)
+        t = 1.0 + tl.load(length_gain + head).to(tl.float32) * log_n
+        along = tl.sum(query.to(tl.float32) * dq, 1)
+        dt = tl.where(live & (t != 0.0), along / tl.where(t == 0.0, 1.0, t), 0.0)
+        log_n1 = tl.sqrt(tl.log(length + 1.0))
+        nu = tl.load(null_base + head).to(tl.float32)
+        nu += tl.load(null_slope + head).to(tl.float32) * log_n1
+        at_sums = sums + (head * partials + slot) * PAIR_SCALARS
+        tl.store(at_sums, tl.sum(d_null * t, 0))
+        tl.store(at_sums + 1, tl.sum(d_null * t * log_n1, 0))
+        tl.store(at_sums + 2, tl.sum((dt + d_null * nu) * log_n, 0))
+    tl.store(dq_out + at, dq.to(dq_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
+def attention_bwd_prepare(
+    q, d_out, d_count, out, lse, n_eff, rho,
+    null_value, null_base, null_slope, length_gain, magnitude_gain, n_keys, cu_q, cu_k,
+    q_rows, gs, rate_rows, lam_rows, e0_rows, e1_rows, by_pairs, sums,
+    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, sequences: tl.int32, window: tl.int32,
+    partials: tl.int32, padded: tl.int64,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
+    stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64,
+    stride_cb: tl.int64, stride_ct: tl.int64, stride_ch: tl.int64, stride_nb: tl.int64,
+    scale: tl.float32,
+    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """ROW_TILE rows of one head, STEP at a time. `sums` is (Hq, partials, 4 + D) fp32."""
+    total = tq
+    tiles = count_tiles(total, sequences, ROW_TILE, PACKED)
+    pid = tl.program_id(0)
+    batch_head = pid // tiles
+    batch = (batch_head // heads_q).to(tl.int64)
+    head = (batch_head % heads_q).to(tl.int64)
+    slot = batch_head // heads_q * tiles + pid % tiles  # of this program among the head's partials
+    sequence, tile, first_row, tq, _, tk = place_tile(
+        pid % tiles, total, tk, sequences, cu_q, cu_k, ROW_TILE, PACKED
+    )
+    padding = sequence < 0
+    if PACKED:
+        padding = sequence == sequences
+    row0 = tile * ROW_TILE
+    cols = tl.arange(0, BLOCK_D)  # [D]
+    base = batch_head.to(tl.int64) * padded + row_base(cu_q, sequence, PACKED)
+    seen_by = n_keys
+    if N_KEYS:
+        seen_by = n_keys + batch * stride_nb + first_row
+    if POLAR:
+        gain_n = tl.load(length_gain + head).to(tl.float32)
+        gain_m = tl.load(magnitude_gain + head).to(tl.float32)
+        bias = tl.load(null_base + head).to(tl.float32)
+        slope_n = tl.load(null_slope + head).to(tl.float32)
+    if NULL_VALUE:
+        value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
+        value = value.to(tl.float32)
+    sum_base = tl.zeros([STEP], tl.float32)
+    sum_slope = tl.zeros([STEP], tl.float32)
+    sum_length = tl.zeros([STEP], tl.float32)
+    sum_magnitude = tl.zeros([STEP], tl.float32)
+    sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
+    # A tile without rows has nothing to write: what follows it belongs to the next sequence.
+    end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
+    for first in tl.range(row0, end, STEP):
+        rows = first + tl.arange(0, STEP)  # [S]
+        inside = rows < tq
+        live = inside & (padding == 0)
+        position = first_row + rows.to(tl.int64)
+        at_row = batch_head.to(tl.int64) * total + position
+        at_out = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
+        mask = live[:, None] & (cols < WIDTH)[None, :]
+        c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
+        stop = first_row + tl.where(padding, 0, tq)
+        dc = load_tile(
+            d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
+            WIDTH, STEP, BLOCK_D, False, ALIGNED,
+        ).to(tl.float32)  # fmt: skip
+        lam = tl.load(lse + at_row, mask=live, other=float("-inf"))
+        keyless = lam == float("-inf")
+        along = tl.sum(dc * c, 1)  # [S]
+        if POLAR:
+            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+            length = tl.maximum(high - low, 1).to(tl.float32)
+            log_n = tl.log(length)
+            log_n1 = tl.sqrt(tl.log(length + 1.0))
+            t = 1.0 + gain_n * log_n
+            nu = bias + slope_n * log_n1
+            effective = tl.load(n_eff + at_row, mask=live, other=1.0)
+            norm = tl.load(rho + at_row, mask=live, other=1.0)
+            gap = (lam - t * nu) * LOG2E
+            w_real = 1.0 / (1.0 + tl.exp2(-gap))
+            w_null = 1.0 / (1.0 + tl.exp2(gap))
+            mass = tl.where(keyless, 0.0, effective * w_real)
+            log_mass = log1p(mass)
+            decay = tl.exp(-2.0 * tl.abs(gain_m * log_mass))
+            slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))  # 1 − tanh², without cancelling
+            at_count = batch * stride_cb + position * stride_ct + head * stride_ch
+            d_amount = tl.load(d_count + at_count, mask=live, other=0.0).to(tl.float32)
+            d_mass = d_amount * gain_m * slope / (1.0 + mass)
+
+            clamped = norm <= EPS
+            # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
+            square = tl.sum(c * c, 1)
+            flat = clamped | (square == 0.0)
+            share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
+            d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
+            kappa = tl.where(clamped, along, 0.0)
+            e0 = d_mass * mass * (3.0 - w_real) - w_real * kappa
+            e1 = 2.0 * d_mass * mass * effective
+            d_null = -w_null * (d_mass * mass + kappa)
+            if NULL_VALUE:
+                # Where the null makes up most of s, d_s·value cancels down to the rounding of c;
+                # the dq kernel forms d_null of such a row as minus the sum over its pairs.
+                cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
+                tl.store(by_pairs + base + rows, tl.where(cancels & (keyless == 0), 1.0, 0.0))
+                d_null += w_null * tl.sum(d_s * value[None, :], 1)
+                d_null = tl.where(cancels, 0.0, d_null)
+                sum_value += tl.where(live[:, None], w_null[:, None] * d_s, 0.0)
+            d_null = tl.where(keyless, 0.0, d_null)
+            sum_base += d_null * t
+            sum_slope += d_null * t * log_n1
+            sum_length += d_null * nu * log_n
+            sum_magnitude += d_amount * slope * log_mass
+            grad = w_real[:, None] * d_s
+            rate = safe_rate(t, scale)
+            tl.store(rate_rows + base + rows, rate)
+            tl.store(e1_rows + base + rows, tl.where(keyless, 0.0, e1))
+        else:
+            d_lse = tl.load(d_count + at_row, mask=live, other=0.0)
+            e0 = d_lse - along
+            grad = dc
+            rate = safe_rate(1.0, scale) + tl.zeros([STEP], tl.float32)
+        tl.store(e0_rows + base + rows, tl.where(keyless, 0.0, e0))
+        minus_lam = tl.where(keyless, float("-inf"), -lam * LOG2E)
+        tl.store(lam_rows + base + rows, minus_lam / rate)
+        grad = tl.where(keyless[:, None], 0.0, grad)
+        at_padded = (base + rows)[:, None] * WIDTH + cols[None, :]
+        wide = (rows >= 0)[:, None] & (cols < WIDTH)[None, :]
+        tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
+        if PACKED:
+            query = load_tile(
+                q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
+                WIDTH, STEP, BLOCK_D, False, ALIGNED,
+            )  # fmt: skip
+            tl.store(q_rows + at_padded, query, mask=wide)
+    if POLAR:
+        at = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
+        tl.store(at, tl.sum(sum_base, 0))
+        tl.store(at + 1, tl.sum(sum_slope, 0))
+        tl.store(at + 2, tl.sum(sum_length, 0))
+        tl.store(at + 3, tl.sum(sum_magnitude, 0))
+        if NULL_VALUE:
+            tl.store(at + PARTIAL_SCALARS + cols, tl.sum(sum_value, 0), mask=cols < WIDTH)
+
+
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
+def attention_bwd_finish(
+    q, null_base, null_slope, length_gain, n_keys, cu_q, cu_k, dq, dq_out, sums,
+    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, sequences: tl.int32, window: tl.int32,
+    partials: tl.int32, stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
+    stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
+    POLAR: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """dq of the single-pass form: the fp32 buffer (B·Hq, D, padded) scaled, transposed, cast."""
+    total = tq
+    tiles = count_tiles(total, sequences, BLOCK_M, PACKED)
+    pid = tl.program_id(0)
+    batch_head = pid // tiles
+    batch = (batch_head // heads_q).to(tl.int64)
+    head = (batch_head % heads_q).to(tl.int64)
+    slot = batch_head // heads_q * tiles + pid % tiles
+    sequence, tile, first_row, tq, _, tk = place_tile(
+        pid % tiles, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+    )
+    row0 = tile * BLOCK_M
+    if row0 >= tq:
+        if POLAR:
+            for scalar in tl.static_range(PAIR_SCALARS):
+                tl.store(sums + (head * partials + slot) * PAIR_SCALARS + scalar, 0.0)
+        return
+    rows = row0 + tl.arange(0, BLOCK_M)  # [M]
+    inside = rows < tq
+    live = inside
+    if PACKED:
+        live = inside & (sequence < sequences)
+    cols = tl.arange(0, BLOCK_D)
+    base = row_base(cu_q, sequence, PACKED)
+    at = (batch_head.to(tl.int64) * BLOCK_D + cols)[:, None] * padded + (base + rows)[None, :]
+    mask = (cols < WIDTH)[:, None] & inside[None, :]
+    acc = tl.trans(tl.load(dq + at, mask=mask, other=0.0))  # [M, D]
+    acc *= LN2 if POLAR else scale
+    length = tl.full([BLOCK_M], 1.0, tl.float32)
+    query = acc
+    if POLAR:
+        seen_by = n_keys
+        if N_KEYS:
+            seen_by = n_keys + batch * stride_nb + first_row
+        low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+        length = tl.maximum(high - low, 1).to(tl.float32)
+        row = batch_head.to(tl.int64) * padded + base + row0
+        query = load_query(
+            q, batch, head, row0, tq, row, stride_qb, stride_qt, stride_qh,
+            WIDTH, BLOCK_M, BLOCK_D, PACKED, False, ALIGNED,
+        )  # fmt: skip
+    store_dq(
+        acc, tl.zeros([BLOCK_M], tl.float32), query, null_base, null_slope, length_gain, length,
+        dq_out, sums, batch, head,
+        first_row + rows.to(tl.int64), inside, live, total, heads_q, partials, slot,
+        POLAR, WIDTH, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("partials", "partials_dq"))
+def attention_bwd_parameters(
+    sums, sums_dq, d_value, d_base, d_slope, d_length_gain, d_magnitude_gain,
+    partials: tl.int32, partials_dq: tl.int32,
+    NULL_VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial sums of one head in fixed order and cast to each parameter's dtype."""
+    head = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    base = tl.zeros([BLOCK_P], tl.float32)
+    slope = tl.zeros([BLOCK_P], tl.float32)
+    length = tl.zeros([BLOCK_P], tl.float32)
+    magnitude = tl.zeros([BLOCK_P], tl.float32)
+    value = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for first in tl.range(0, partials, BLOCK_P):
+        slots = first + tl.arange(0, BLOCK_P)
+        mask = slots < partials
+        at = sums + (head * partials + slots) * (PARTIAL_SCALARS + WIDTH)
+        base += tl.load(at, mask=mask, other=0.0)
+        slope += tl.load(at + 1, mask=mask, other=0.0)
+        length += tl.load(at + 2, mask=mask, other=0.0)
+        magnitude += tl.load(at + 3, mask=mask, other=0.0)
+        if NULL_VALUE:
+            mask_v = mask[:, None] & (cols < WIDTH)[None, :]
+            value += tl.load(at[:, None] + PARTIAL_SCALARS + cols[None, :], mask=mask_v, other=0.0)
+    for first in tl.range(0, partials_dq, BLOCK_P):
+        slots = first + tl.arange(0, BLOCK_P)
+        mask = slots < partials_dq
+        at_dq = sums_dq + (head * partials_dq + slots) * PAIR_SCALARS
+        base += tl.load(at_dq, mask=mask, other=0.0)
+        slope += tl.load(at_dq + 1, mask=mask, other=0.0)
+        length += tl.load(at_dq + 2, mask=mask, other=0.0)
+    tl.store(d_base + head, tl.sum(base, 0).to(d_base.dtype.element_ty))
+    tl.store(d_slope + head, tl.sum(slope, 0).to(d_slope.dtype.element_ty))
+    tl.store(d_length_gain + head, tl.sum(length, 0).to(d_length_gain.dtype.element_ty))
+    tl.store(d_magnitude_gain + head, tl.sum(magnitude, 0).to(d_magnitude_gain.dtype.element_ty))
+    if NULL_VALUE:
+        total = tl.sum(value, 0).to(d_value.dtype.element_ty)
+        tl.store(d_value + head * WIDTH + cols, total, mask=cols < WIDTH)

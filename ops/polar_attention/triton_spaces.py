@@ -1,0 +1,236 @@
+"""Config spaces of the Triton backend: which tiles exist, which fit, which is the default.
+
+Backward has two forms in one space. `split` (SINGLE = 0) runs a dk/dv kernel and a dq kernel; no
+atomics, so it is what deterministic mode gets. `single` forms every score once and adds dq into an
+fp32 buffer with atomic (bulk-reduce) additions; it does not form row sums, so it serves calls
+without a null value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...autotune.space import Config, Device, Key, Space
+from .op import AttentionShape
+
+OP = "polar_attention"
+MIN_BLOCK_D = 16
+HOPPER_WIDTHS = (64, 128, 256)  # padded head widths of the Hopper kernels
+
+
+def block_d(head_dim: int) -> int:
+    """Head width padded to the power of two that tiles have."""
+    return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+class Bucket(NamedTuple):
+    """What a choice of config depends on.
+
+    Attributes:
+        size: bytes of an element.
+        width: padded head width.
+        polar: False in softmax mode.
+        null_value: whether there is a null value.
+        windowed: whether a window hides keys.
+        deterministic: whether atomics are forbidden.
+        plain: dense rows and tensors that bulk copies can address, as the Hopper kernels want.
+    """
+
+    size: int
+    width: int
+    polar: bool
+    null_value: bool
+    windowed: bool
+    deterministic: bool
+    plain: bool
+
+
+def bucket(shape: AttentionShape) -> Key:
+    """The `Bucket` of a call."""
+    return Bucket(
+        size=shape.dtype.itemsize,
+        width=block_d(shape.head_dim),
+        polar=shape.polar,
+        null_value=shape.null_value,
+        windowed=windowed(shape),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        plain=shape.aligned and not shape.packed and not shape.has_n_keys and shape.tk > 0,
+    )
+
+
+def windowed(shape: AttentionShape) -> bool:
+    """Whether the window hides a key; one that cannot is no window, bit for bit."""
+    return shape.window is not None and shape.window < shape.tk
+
+
+def _config(m: int, n: int, warps: int, stages: int, **tiles: int) -> Config:
+    wide = warps >= 4 and m >= 64
+    return Config.make(
+        BLOCK_M=m,
+        BLOCK_N=n,
+        num_warps=warps,
+        num_stages=stages,
+        matrix="wgmma" if wide else "mma",
+        **tiles,
+    )
+
+
+def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
+    size, width = key[:2]
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    shared = size * width * (m + 2 * n * config.num_stages)
+    warps = config.num_warps
+    if config.get("HOPPER"):
+        if device.capability != 90:
+            return f"is written for sm_90, this is {device.arch}"
+        if not Bucket(*key).plain or width not in HOPPER_WIDTHS:
+            return "serves dense calls on aligned tensors with heads padded to 64, 128 or 256"
+        warps = m // 16
+    registers = m * (width + n) // (32 * warps)
+    return _limits(config, key, device, shared, registers, most=192)
+
+
+def _limits(
+    config: Config, key: Key, device: Device, shared: int, registers: int, most: int
+) -> str | None:
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    if registers > most:
+        return f"needs about {registers} registers a thread for its accumulators"
+    if config.get("HALF", 1) != (key[0] == 2):
+        return "is for another element size"
+    return None
+
+
+def _default_fwd(key: Key, device: Device) -> Config:
+    size, width = key[:2]
+    wide = min(max(width, 64), 256)
+    fitting = SPACE_FWD.fitting(key, device)
+    for config in _PREFERRED_FWD[wide] if size == 2 else ():
+        if config in fitting:
+            return config
+    return max(fitting, key=lambda config: (config["BLOCK_M"] == 64, -config["BLOCK_N"]))
+
+
+def _hopper(n: int, stages: int) -> Config:
+    """A config of `hopper_fwd`: its 4 warps are the first consumer's, the rest join in."""
+    return _config(128, n, 4, stages, HALF=1, HOPPER=1)
+
+
+# Best first, as measured on an H200.
+_PREFERRED_FWD = {
+    64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1)),
+    128: (_hopper(128, 2), _config(64, 64, 4, 3, HALF=1), _config(64, 64, 4, 2, HALF=1)),
+    256: (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1)),
+}
+
+SPACE_FWD = Space(
+    op=OP,
+    pass_="fwd",
+    backend="triton",
+    configs=(
+        _hopper(128, 2),
+        _hopper(64, 3),
+        _hopper(64, 2),
+        *(
+            _config(m, n, warps, stages, HALF=1)
+            for m, n, warps, stages in (
+                (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3),
+                (128, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3),
+                (64, 32, 4, 3), (32, 32, 4, 2),
+            )
+        ),
+        *(
+            _config(m, n, warps, stages, HALF=0)
+            for m, n, warps, stages in (
+                (64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2), (16, 16, 4, 1),
+            )
+        ),
+    ),
+    fits=_fits_fwd,
+    bucket=bucket,
+    default=_default_fwd,
+)  # fmt: skip
+
+
+def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
+    size, width, _, null_value, _, deterministic, _ = key
+    if deterministic and config.atomic:
+        return "adds with atomics, and deterministic algorithms are on"
+    if null_value and config["SINGLE"]:
+        return "does not form the row sums that the gradient of a strong null needs"
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    single = config["SINGLE"]
+    shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
+    shared += single * (size * m * n + 4 * m * width)
+    registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
+    reason = _limits(config, key, device, shared, registers, most=288)
+    if reason is not None or single:
+        return reason
+    m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
+    shared = size * width * 2 * (m + n * stages)
+    registers = m * (width + 2 * n) // (32 * config["DQ_WARPS"])
+    return _limits(config, key, device, shared, registers, most=224)
+
+
+def _default_bwd(key: Key, device: Device) -> Config:
+    size, width = key[:2]
+    wide = min(max(width, 64), 256)
+    fitting = SPACE_BWD.fitting(key, device)
+    for config in _PREFERRED_BWD[wide] if size == 2 else ():
+        if config in fitting:
+            return config
+    return max(fitting, key=lambda config: (not config["SINGLE"], config["BLOCK_M"]))
+
+
+def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
+    made = _config(m, n, warps, stages, SINGLE=1, HALF=half)
+    return Config(made.tiles, warps, stages, made.matrix, atomic=True)
+
+
+def _split(dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half: int = 1) -> Config:
+    names = ("DQ_M", "DQ_N", "DQ_WARPS", "DQ_STAGES")
+    return _config(*dkdv, SINGLE=0, HALF=half, **dict(zip(names, dq, strict=True)))
+
+
+_BWD_64 = _split((64, 64, 4, 4), (64, 64, 4, 3))
+_BWD_128 = _split((64, 64, 4, 2), (128, 64, 8, 3))
+_BWD_256 = _split((32, 64, 8, 2), (64, 64, 8, 2))
+_BWD_SMALL = _split((32, 64, 4, 2), (64, 32, 4, 2))
+_PREFERRED_BWD = {
+    64: (_BWD_64, _BWD_SMALL),
+    128: (_BWD_128, _BWD_SMALL),
+    256: (_BWD_256,),
+}
+
+SPACE_BWD = Space(
+    op=OP,
+    pass_="bwd",
+    backend="triton",
+    configs=(
+        _BWD_64,
+        _BWD_128,
+        _BWD_256,
+        _BWD_SMALL,
+        _split((64, 64, 4, 2), (64, 64, 4, 2)),
+        _split((64, 64, 4, 2), (128, 128, 8, 2)),
+        _split((32, 64, 4, 2), (64, 32, 4, 3)),
+        _split((64, 128, 8, 2), (128, 64, 8, 2)),
+        _split((32, 32, 4, 1), (32, 32, 4, 1)),
+        # No 8 warps at 32 query rows: Triton 3.6 reads past shared memory in the product for dq.
+        _single(64, 128, 8, 2),
+        _single(64, 64, 4, 2),
+        _single(32, 64, 4, 2),
+        _single(32, 32, 4, 1),
+        # fp32 keeps to tiles of mma.sync: with wgmma a 64-row tile read past shared memory too.
+        _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
+        _split((16, 32, 4, 1), (16, 32, 4, 1), half=0),
+        _split((16, 16, 4, 1), (16, 16, 4, 1), half=0),
+        _single(32, 32, 4, 1, half=0),
+    ),
+    fits=_fits_bwd,
+    bucket=bucket,
+    default=_default_bwd,
+)
