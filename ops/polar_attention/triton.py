@@ -294,6 +294,7 @@ class _Backward:
         stride_b, stride_t, stride_h = d_count.stride()
         arguments = {
             "q": self.q,
+            "v": self.v,
             "d_out": d_out,
             "d_count": d_count,
             "out": out,
@@ -312,7 +313,9 @@ class _Backward:
             "partials": shape.batch * tiles,
             "padded": self.padded,
             "scale": shape.scale,
+            "group": shape.group,
             **_strides("q", self.q),
+            **_strides("v", self.v),
             **_strides("g", d_out),
             "stride_cb": stride_b,
             "stride_ct": stride_t,
@@ -441,7 +444,8 @@ class _Backward:
 
     def _parameters(self, null: NullParameters) -> tuple[torch.Tensor, ...]:
         """d null_value, d null_base, d null_slope, d length_gain, d magnitude_gain."""
-        assert self.sums is not None and self.sums_dq is not None
+        assert self.sums is not None
+        assert self.sums_dq is not None
         shape = self.shape
         value, *scalars = null
         grads = [empty(x.shape, dtype=x.dtype, device=self.device) for x in scalars]

@@ -190,7 +190,7 @@ def attention_bwd_dkdv(
 
     # Rows that see a key of this tile: [begin, end); those that see all of it: [whole, whole_end).
     # All in steps of BLOCK_M.
-    last = tl.minimum(key0 + BLOCK_N, tk) - 1
+    key1 = tl.minimum(key0 + BLOCK_N, tk) - 1
     begin = tl.zeros([], tl.int32)
     end = tq
     whole = begin
@@ -200,12 +200,12 @@ def attention_bwd_dkdv(
     elif CAUSAL:
         shift = tk - tq
         begin = tl.maximum(key0 - shift, 0) // BLOCK_M * BLOCK_M
-        whole = tl.maximum(last - shift, 0)
+        whole = tl.maximum(key1 - shift, 0)
         if WINDOW:
-            end = tl.minimum(tq, last + window - shift)
+            end = tl.minimum(tq, key1 + window - shift)
             whole_end = tl.minimum(tq, key0 + window - shift)
     elif WINDOW:
-        end = tl.where(last >= tk - window, tq, 0)
+        end = tl.where(key1 >= tk - window, tq, 0)
         whole = tl.where(key0 >= tk - window, 0, tq)
     if key0 + BLOCK_N > tk:  # keys past the end must be masked in every row
         whole = tq
@@ -221,28 +221,17 @@ def attention_bwd_dkdv(
     factor = safe_rate(1.0, scale)  # of every row, without a length gain
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk, dv = _pairs_by_key(
-        dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
-        batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, begin, whole,
-        factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, True,
-        CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-        PRECISION, STAGES,
-    )  # fmt: skip
-    dk, dv = _pairs_by_key(
-        dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
-        batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, whole, whole_end,
-        factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, False,
-        CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-        PRECISION, STAGES,
-    )  # fmt: skip
-    if WINDOW:
-        dk, dv = _pairs_by_key(
-            dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
-            batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, whole_end, end,
-            factor, padded, stride_nb, stride_qb, stride_qt, stride_qh, POLAR, SINGLE, REDUCE, True,
-            CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-            PRECISION, STAGES,
-        )  # fmt: skip
+    for part in tl.static_range(3):  # rows that see the tile in part, whole, and in part again
+        if part < 2 or WINDOW:
+            first = begin if part == 0 else (whole if part == 1 else whole_end)
+            last = whole if part == 0 else (whole_end if part == 1 else end)
+            dk, dv = _pairs_by_key(
+                dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
+                batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, first, last,
+                factor, padded, stride_nb, stride_qb, stride_qt, stride_qh,
+                POLAR, SINGLE, REDUCE, part != 1, CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
+            )  # fmt: skip
 
     cols = tl.arange(0, BLOCK_D)
     position = batch * total_k + first_key + keys.to(tl.int64)
@@ -254,8 +243,9 @@ def attention_bwd_dkdv(
 
 @triton.jit
 def _pairs_by_query(
-    dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key, tk,
-    begin, end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high,
+    batch, head_k, first_key, tk, begin, end,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
@@ -395,35 +385,24 @@ def attention_bwd_dq(
     if NULL_VALUE:
         of_pairs = load_rows(by_pairs, row, BLOCK_M, False)
         wanted = tl.max(of_pairs, 0) > 0.0
-    RAGGED: tl.constexpr = PACKED or N_KEYS
-    if WINDOW:
-        left = tl.minimum(full, end)  # past `end` lie rows of others, NaN among them
-        dq, pairs = _pairs_by_query(
-            dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
-            tk, begin, left, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-            PRECISION, STAGES,
-        )  # fmt: skip
-    dq, pairs = _pairs_by_query(
-        dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
-        tk, full, full_end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, NULL_VALUE, False, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-        PRECISION, STAGES,
-    )  # fmt: skip
-    dq, pairs = _pairs_by_query(
-        dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high, batch, head_k, first_key,
-        tk, full_end, end, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, NULL_VALUE, True, RAGGED, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED,
-        PRECISION, STAGES,
-    )  # fmt: skip
+    for part in tl.static_range(3):  # left edge, whole tiles, right edge
+        if part > 0 or WINDOW:
+            first = begin if part == 0 else (full if part == 1 else full_end)
+            # Past `end` lie rows of others, NaN among them: `full` may not lead there.
+            last = tl.minimum(full, end) if part == 0 else (full_end if part == 1 else end)
+            dq, pairs = _pairs_by_query(
+                dq, pairs, wanted, query, grad, k, v, rate, minus_lam, e0, e1, low, high,
+                batch, head_k, first_key, tk, first, last,
+                stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                POLAR, NULL_VALUE, part != 1, PACKED or N_KEYS, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
+                TMA, ALIGNED, PRECISION, STAGES,
+            )  # fmt: skip
     length = tl.maximum(high - low, 1).to(tl.float32)
     d_null = pairs
     if NULL_VALUE:
         d_null = -pairs * of_pairs
     store_dq(
         dq * (rate * LN2)[:, None], d_null, query, null_base, null_slope, length_gain, length,
-        dq_out, sums,
-        batch, head,
-        first_row + rows.to(tl.int64), inside, live, total, heads_q, partials, slot,
-        POLAR, WIDTH, BLOCK_D,
+        dq_out, sums, batch, head, first_row + rows.to(tl.int64), inside, live, total, heads_q,
+        partials, slot, POLAR, WIDTH, BLOCK_D,
     )  # fmt: skip

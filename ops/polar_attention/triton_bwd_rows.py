@@ -11,11 +11,12 @@ import triton.language as tl
 from ..common import LN2, LOG2E, count_tiles, key_range, load_tile, log1p, place_tile
 
 RUNTIME = (
-    "tq", "tk", "heads_q", "sequences", "window", "partials",
-    "stride_qb", "stride_qt", "stride_qh", "stride_gb", "stride_gt", "stride_gh",
-    "stride_cb", "stride_ct", "stride_ch", "stride_nb", "padded", "scale",
+    "tq", "tk", "heads_q", "group", "sequences", "window", "partials",
+    "stride_qb", "stride_qt", "stride_qh", "stride_vb", "stride_vt", "stride_vh",
+    "stride_gb", "stride_gt", "stride_gh", "stride_cb", "stride_ct", "stride_ch", "stride_nb",
+    "padded", "scale",
 )  # fmt: skip
-VIEWS = ("q", "d_out", "d_count")  # ALIGNED says what holds of their addresses
+VIEWS = ("q", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
 
 ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
 PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
@@ -113,12 +114,13 @@ def store_dq(
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
 def attention_bwd_prepare(
-    q, d_out, d_count, out, lse, n_eff, rho,
+    q, v, d_out, d_count, out, lse, n_eff, rho,
     null_value, null_base, null_slope, length_gain, magnitude_gain, n_keys, cu_q, cu_k,
     q_rows, gs, rate_rows, lam_rows, e0_rows, e1_rows, by_pairs, sums,
-    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, sequences: tl.int32, window: tl.int32,
-    partials: tl.int32, padded: tl.int64,
+    tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
+    window: tl.int32, partials: tl.int32, padded: tl.int64,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
+    stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64,
     stride_cb: tl.int64, stride_ct: tl.int64, stride_ch: tl.int64, stride_nb: tl.int64,
     scale: tl.float32,
@@ -134,7 +136,7 @@ def attention_bwd_prepare(
     batch = (batch_head // heads_q).to(tl.int64)
     head = (batch_head % heads_q).to(tl.int64)
     slot = batch_head // heads_q * tiles + pid % tiles  # of this program among the head's partials
-    sequence, tile, first_row, tq, _, tk = place_tile(
+    sequence, tile, first_row, tq, first_key, tk = place_tile(
         pid % tiles, total, tk, sequences, cu_q, cu_k, ROW_TILE, PACKED
     )
     padding = sequence < 0
@@ -208,6 +210,7 @@ def attention_bwd_prepare(
             e0 = d_mass * mass * (3.0 - w_real) - w_real * kappa
             e1 = 2.0 * d_mass * mass * effective
             d_null = -w_null * (d_mass * mass + kappa)
+            cancels = rows < 0
             if NULL_VALUE:
                 # Where the null makes up most of s, d_s·value cancels down to the rounding of c;
                 # the dq kernel forms d_null of such a row as minus the sum over its pairs.
@@ -222,6 +225,16 @@ def attention_bwd_prepare(
             sum_length += d_null * nu * log_n
             sum_magnitude += d_amount * slope * log_mass
             grad = w_real[:, None] * d_s
+            if tl.min(tl.where(live, high - low, 2), 0) == 1:
+                # A row's score gradients and d_null add up to nothing. With one key that leaves
+                # −d_null for it, which Gs·v + e0 − e1 would reach as a difference of large terms.
+                one = live & (high - low == 1) & (cancels == 0)
+                at_v = v + batch * stride_vb + (head // group) * stride_vh
+                at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
+                only = tl.load(at_v, mask=one[:, None] & (cols < WIDTH)[None, :], other=0.0)
+                rounded = grad.to(gs.dtype.element_ty).to(tl.float32)
+                product = tl.sum(rounded * only.to(tl.float32), 1)
+                e0 = tl.where(one, e1 - d_null - product, e0)
             rate = safe_rate(t, scale)
             tl.store(rate_rows + base + rows, rate)
             tl.store(e1_rows + base + rows, tl.where(keyless, 0.0, e1))

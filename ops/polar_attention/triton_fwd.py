@@ -164,23 +164,17 @@ def attention_fwd(
     l = tl.zeros([BLOCK_M], tl.float32)
     s2 = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if WINDOW:
-        left = tl.minimum(full, end)  # past `end` lie rows of others, NaN among them
-        acc, m, l, s2 = _stream(
-            acc, m, l, s2, query, k, v, batch, head_k, first_key, tk, begin, left, low, high,
-            rate, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            POLAR, True, PACKED or N_KEYS, WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
-        )  # fmt: skip
-    acc, m, l, s2 = _stream(
-        acc, m, l, s2, query, k, v, batch, head_k, first_key, tk, full, full_end, low, high,
-        rate, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, False, False, WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
-    )  # fmt: skip
-    acc, m, l, s2 = _stream(
-        acc, m, l, s2, query, k, v, batch, head_k, first_key, tk, full_end, end, low, high,
-        rate, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        POLAR, True, PACKED or N_KEYS, WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
-    )  # fmt: skip
+    for part in tl.static_range(3):  # left edge, whole tiles, right edge
+        if part > 0 or WINDOW:
+            first = begin if part == 0 else (full if part == 1 else full_end)
+            # Past `end` lie rows of others, NaN among them: `full` may not lead there.
+            last = tl.minimum(full, end) if part == 0 else (full_end if part == 1 else end)
+            acc, m, l, s2 = _stream(
+                acc, m, l, s2, query, k, v, batch, head_k, first_key, tk, first, last, low, high,
+                rate, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                POLAR, part != 1, PACKED or N_KEYS, WIDTH, BLOCK_N, BLOCK_D, TMA, ALIGNED,
+                PRECISION, STAGES,
+            )  # fmt: skip
 
     keyless = l == 0.0
     inverse = 1.0 / tl.where(keyless, 1.0, l)  # [M]

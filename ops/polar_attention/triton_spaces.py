@@ -111,7 +111,7 @@ def _default_fwd(key: Key, device: Device) -> Config:
     for config in _PREFERRED_FWD[wide] if size == 2 else ():
         if config in fitting:
             return config
-    return max(fitting, key=lambda config: (config["BLOCK_M"] == 64, -config["BLOCK_N"]))
+    return max(fitting, key=lambda config: (config["BLOCK_M"], config["BLOCK_N"]))
 
 
 def _hopper(n: int, stages: int) -> Config:
@@ -144,9 +144,7 @@ SPACE_FWD = Space(
         ),
         *(
             _config(m, n, warps, stages, HALF=0)
-            for m, n, warps, stages in (
-                (64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2), (16, 16, 4, 1),
-            )
+            for m, n, warps, stages in ((32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
         ),
     ),
     fits=_fits_fwd,
@@ -219,16 +217,13 @@ SPACE_BWD = Space(
         _split((32, 64, 4, 2), (64, 32, 4, 3)),
         _split((64, 128, 8, 2), (128, 64, 8, 2)),
         _split((32, 32, 4, 1), (32, 32, 4, 1)),
-        # No 8 warps at 32 query rows: Triton 3.6 reads past shared memory in the product for dq.
+        # Triton 3.6 reads past shared memory in products whose second operand is a computed tile of
+        # 32 columns: no `single` with 32 query rows, and fp32 keeps to tiles of mma.sync.
         _single(64, 128, 8, 2),
         _single(64, 64, 4, 2),
-        _single(32, 64, 4, 2),
-        _single(32, 32, 4, 1),
-        # fp32 keeps to tiles of mma.sync: with wgmma a 64-row tile read past shared memory too.
         _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
         _split((16, 32, 4, 1), (16, 32, 4, 1), half=0),
         _split((16, 16, 4, 1), (16, 16, 4, 1), half=0),
-        _single(32, 32, 4, 1, half=0),
     ),
     fits=_fits_bwd,
     bucket=bucket,
