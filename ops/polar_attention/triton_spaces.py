@@ -164,7 +164,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
     shared += single * (size * m * n + 4 * m * width)
     registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
-    reason = _limits(config, key, device, shared, registers, most=288)
+    reason = _limits(config, key, device, shared, registers, most=256)
     if reason is not None or single:
         return reason
     m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
@@ -183,14 +183,21 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return max(fitting, key=lambda config: (not config["SINGLE"], config["BLOCK_M"]))
 
 
-def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
-    made = _config(m, n, warps, stages, SINGLE=1, HALF=half)
-    return Config(made.tiles, warps, stages, made.matrix, atomic=True)
+def _single(m: int, n: int, warps: int, stages: int) -> Config:
+    tiles = _config(n, m, warps, stages)  # keys are the rows of the products of this kernel
+    return Config.make(
+        warps, stages, tiles.matrix, atomic=True, BLOCK_M=m, BLOCK_N=n, SINGLE=1, HALF=1
+    )
 
 
 def _split(dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half: int = 1) -> Config:
-    names = ("DQ_M", "DQ_N", "DQ_WARPS", "DQ_STAGES")
-    return _config(*dkdv, SINGLE=0, HALF=half, **dict(zip(names, dq, strict=True)))
+    m, n, warps, stages = dkdv
+    matrix = _config(n, m, warps, stages).matrix
+    dq_m, dq_n, dq_warps, dq_stages = dq
+    return Config.make(
+        warps, stages, matrix, BLOCK_M=m, BLOCK_N=n, SINGLE=0, HALF=half,
+        DQ_M=dq_m, DQ_N=dq_n, DQ_WARPS=dq_warps, DQ_STAGES=dq_stages,
+    )  # fmt: skip
 
 
 _BWD_64 = _split((64, 64, 4, 4), (64, 64, 4, 3))

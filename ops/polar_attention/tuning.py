@@ -85,6 +85,9 @@ PROBLEMS = (
 # ---- compile reports ----------------------------------------------------------------------------
 
 HALF_WIDTHS = (64, 128, 256)
+# Bytes of stack: a few values around the loops of the wgmma tiles; the small mma.sync tiles are
+# what fp32 and devices with little shared memory use, and spill inside.
+MAX_STACK = {"wgmma": 256, "mma": 4096}
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
 
 
@@ -161,6 +164,7 @@ def _recorded(space: Space, config: Config, shape: AttentionShape) -> list[Compi
             config,
             source,
             matrix="fma" if source.name in _MEMORY_BOUND else None,
+            max_stack=MAX_STACK[config.matrix],
         )
         for source in sources
     ]

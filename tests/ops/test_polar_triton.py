@@ -112,7 +112,7 @@ def test_layouts(index: int) -> None:
     """
     layout, single = inputs.LAYOUTS[index // 2], index % 2
     dtype = ("fp32", "fp16")[(index // 2 + single) % 2]
-    check(Case(tq=65, hq=4, hk=2, d=40, layout=layout), DTYPES[dtype], single)
+    check(Case(tq=65, d=40, layout=layout), DTYPES[dtype], single)
 
 
 @pytest.mark.parametrize("layout", ["fused", "misaligned"])
