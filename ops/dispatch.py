@@ -144,7 +144,10 @@ _explained: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {}
 
 
 def explainable(package: str, plan: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a public function: `plan` takes the same arguments and returns their shape."""
+    """Decorator of a public function: `plan` takes the same arguments and returns their shape.
+
+    It also takes `concrete`: True lets it look at what only real tensors have, their addresses.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _explained[function] = (package, plan)
@@ -166,7 +169,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     package, plan = _explained[op]
     asked = kwargs.get("backend", "auto")
     backend = requested(op.__name__, asked)
-    shape = plan(*args, **kwargs)
+    shape = plan(*args, **kwargs, concrete=True)
     device = Device.of(shape.device)
     refused: dict[str, str] = {}
     for name in (backend,) if backend != "auto" else ORDER:

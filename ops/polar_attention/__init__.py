@@ -69,13 +69,15 @@ def _plan_polar(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     max_seqlen_k: int | None = None,
+    concrete: bool = False,
     **_: Any,
 ) -> AttentionShape:
     null = NullParameters(null_value, null_base, null_slope, length_gain, magnitude_gain)
     lengths = Lengths(n_keys, cu_seqlens, cu_seqlens_k)
     return attention_shape(
-        "polar_attention", q, k, v, null, lengths, scale, causal, window, max_seqlen, max_seqlen_k
-    )
+        "polar_attention", q, k, v, null, lengths, scale, causal, window, max_seqlen, max_seqlen_k,
+        concrete,
+    )  # fmt: skip
 
 
 def _plan_softmax(
@@ -91,12 +93,14 @@ def _plan_softmax(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     max_seqlen_k: int | None = None,
+    concrete: bool = False,
     **_: Any,
 ) -> AttentionShape:
     lengths = Lengths(n_keys, cu_seqlens, cu_seqlens_k)
     return attention_shape(
-        "softmax_attention", q, k, v, None, lengths, scale, causal, window, max_seqlen, max_seqlen_k
-    )
+        "softmax_attention", q, k, v, None, lengths, scale, causal, window, max_seqlen,
+        max_seqlen_k, concrete,
+    )  # fmt: skip
 
 
 @explainable(PACKAGE, _plan_polar)

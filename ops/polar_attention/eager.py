@@ -327,6 +327,8 @@ def bwd(
             dmu = _per_head(d_count, i, dtype, rows.live)
             n, r = (x[:, :, i].masked_fill(~rows.live[:, None], 0) for x in (n_eff, rho))
             row, d_null = _polar_upstream(dc, c, dmu, lse_i, n, r, terms, sums)
+            if shape.tk:
+                row = row._replace(e0=_balanced(shape, v, rows, row, d_null))
         g, da = _gradients(shape, q_i * factor, k, v, plan, i, row, dk, dv)
         dq[:, i] = (g * factor).transpose(1, 2)
         if sums is not None:
@@ -380,6 +382,23 @@ def _polar_upstream(
     sums.add_upstream(w_null[..., None] * gs, d_tanh * log_m)
     e0 = gm_m * (3 - w_real) - w_real * kappa
     return _Upstream(lse, w_real[..., None] * gs, e0, 2 * gm_m * n_eff, by_pairs), d_null
+
+
+def _balanced(
+    shape: AttentionShape, v: Tensor, rows: _Rows, row: _Upstream, d_null: Tensor
+) -> Tensor:
+    """e0, such that in a row of one key da = −d_null, as Σ_j da + d_null = 0 asks for.
+
+    Gs·v + e0 − e1 would reach it as a difference of large terms, and miss by the rounding of c.
+    """
+    assert row.e1 is not None
+    one = (rows.hi - rows.lo == 1)[:, None]
+    if row.by_pairs is not None:
+        one = one & ~row.by_pairs
+    at = rows.lo.clamp(max=shape.tk - 1)[..., None, None]
+    only = torch.take_along_dim(v, at, 1).to(d_null.dtype)  # (B, n, Hk, D)
+    only = only.repeat_interleave(shape.group, 2).transpose(1, 2)
+    return torch.where(one, row.e1 - d_null - (row.gs * only).sum(-1), row.e0)
 
 
 def _gradients(

@@ -123,8 +123,12 @@ def attention_shape(
     window: int | None,
     max_seqlen: int | None,
     max_seqlen_k: int | None,
+    concrete: bool = False,
 ) -> AttentionShape:
-    """Check every argument of a call and return its shape. All raising happens here."""
+    """Check every argument of a call and return its shape. All raising happens here.
+
+    `concrete` allows to ask tensors for their addresses, which a traced call must not.
+    """
     checks.tensor(op, "q", q, "B Tq Hq D", checks.FLOATING)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(op, name, x, "B Tk Hk D", checks.FLOATING)
@@ -167,6 +171,7 @@ def attention_shape(
         sequences=sequences,
         max_seqlen=max_seqlen,
         max_seqlen_k=max_seqlen_k,
+        aligned=not concrete or all(map(checks.aligned, (q, k, v))),
     )
 
 

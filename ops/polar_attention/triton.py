@@ -146,7 +146,7 @@ def fwd(
         "group": shape.group,
         "scale": shape.scale,
     }
-    constants = {
+    constants: dict[str, Any] = {
         "POLAR": shape.polar,
         "NULL_VALUE": shape.null_value,
         "WIDTH": shape.head_dim,

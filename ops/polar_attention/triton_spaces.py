@@ -8,7 +8,7 @@ without a null value.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,7 +65,7 @@ def windowed(shape: AttentionShape) -> bool:
     return shape.window is not None and shape.window < shape.tk
 
 
-def _config(m: int, n: int, warps: int, stages: int, **tiles: int) -> Config:
+def _config(m: int, n: int, warps: int, stages: int, **tiles: Any) -> Config:
     wide = warps >= 4 and m >= 64
     return Config.make(
         BLOCK_M=m,
@@ -161,6 +161,9 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
         return "does not form the row sums that the gradient of a strong null needs"
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     single = config["SINGLE"]
+    if single and m < 64 <= width and device.capability == 90:
+        # Seen with Triton 3.6 (memcheck); fp32 has no wgmma tiles at all for the same reason.
+        return "its product for dq, by wgmma on a computed tile this narrow, leaves shared memory"
     shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
     shared += single * (size * m * n + 4 * m * width)
     registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
@@ -183,10 +186,10 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return max(fitting, key=lambda config: (not config["SINGLE"], config["BLOCK_M"]))
 
 
-def _single(m: int, n: int, warps: int, stages: int) -> Config:
+def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
     tiles = _config(n, m, warps, stages)  # keys are the rows of the products of this kernel
     return Config.make(
-        warps, stages, tiles.matrix, atomic=True, BLOCK_M=m, BLOCK_N=n, SINGLE=1, HALF=1
+        warps, stages, tiles.matrix, atomic=True, BLOCK_M=m, BLOCK_N=n, SINGLE=1, HALF=half
     )
 
 
@@ -224,13 +227,13 @@ SPACE_BWD = Space(
         _split((32, 64, 4, 2), (64, 32, 4, 3)),
         _split((64, 128, 8, 2), (128, 64, 8, 2)),
         _split((32, 32, 4, 1), (32, 32, 4, 1)),
-        # Triton 3.6 reads past shared memory in products whose second operand is a computed tile of
-        # 32 columns: no `single` with 32 query rows, and fp32 keeps to tiles of mma.sync.
         _single(64, 128, 8, 2),
         _single(64, 64, 4, 2),
+        _single(32, 32, 4, 1),
         _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
         _split((16, 32, 4, 1), (16, 32, 4, 1), half=0),
         _split((16, 16, 4, 1), (16, 16, 4, 1), half=0),
+        _single(32, 32, 4, 1, half=0),
     ),
     fits=_fits_bwd,
     bucket=bucket,

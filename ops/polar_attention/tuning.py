@@ -18,6 +18,7 @@ from ...reference import softmax_attention as reference_softmax
 from .. import triton_runtime as runtime
 from . import polar_attention, softmax_attention, triton
 from .op import AttentionShape, Lengths, NullParameters
+from .triton_spaces import SPACE_BWD, SPACE_FWD
 
 OP = "polar_attention"
 PARAMETERS = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
@@ -102,7 +103,7 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     device = target_device(target)
     with assume_device(device):
         for dtype, width in _compiled(quick):
-            for space in (triton.SPACE_FWD, triton.SPACE_BWD):
+            for space in (SPACE_FWD, SPACE_BWD):
                 shape = _compile_shape(dtype, width)
                 key = space.bucket(shape)
                 configs = [space.default(key, device)] if quick else space.fitting(key, device)

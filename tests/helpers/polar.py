@@ -156,17 +156,12 @@ class Case:
         return self.but(null_value=False) if single else self
 
     def measurable(self, dtype: torch.dtype) -> bool:
-        """Whether 16 bits hold what backward multiplies; else the case is for wider types.
+        """Whether `dtype` has the range of what backward multiplies.
 
         Gs = w_R·∂loss/∂s, and w_R is about e^−null_base: at 10 Gs lies below fp16's smallest
         normal number, 6e-5, and loses its digits in any implementation that multiplies fp16.
-        With one key and no null value the direction does not depend on the logit at all, and the
-        saved direction's rounding is larger than the count's part of the gradient.
         """
-        if dtype.itemsize > 2 or not self.polar:
-            return True
-        strong = dtype == torch.float16 and self.null_base >= 10.0
-        return not strong and (self.null_value or self.tq > 1)
+        return dtype != torch.float16 or self.null_base < 10.0
 
     def shape(self, dtype: torch.dtype, device: torch.device) -> AttentionShape:
         """What backends and config spaces see of this call."""

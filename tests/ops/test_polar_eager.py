@@ -142,6 +142,8 @@ def test_trained_operating_point() -> None:
         Case(tq=50, tk=70, n_keys="batch", batch=2, window=24),
         Case(tq=65, null_base=8.0),
         Case(tq=65, null_base=-20.0),
+        Case(tq=1, null_value=False),
+        Case(tq=40, tk=50, hq=4, hk=2, window=1, packed=(1, 30), packed_k=(9, 40)),
         Case(tq=65, d=64, hq=4, hk=2, polar=False),
     ],
     ids=case_id,
