@@ -333,7 +333,9 @@ class _Backward:
 
     def _pair_kernel(self, m: int, n: int, stages: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants that the two kernels over pairs share."""
+        # The coordinates of a bulk copy are 32-bit: rows of the padded layout have to be countable.
         bulk = runtime.bulk_copies(self.device, self.q, self.k, self.v)
+        bulk = bulk and self.heads * self.padded < 2**31
         q = self.q if self.q_rows is None else self.q_rows
         operands = {"q": q, "k": self.k, "v": self.v, "gs": self.gs}
         if bulk:

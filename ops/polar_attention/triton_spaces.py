@@ -104,14 +104,23 @@ def _limits(
     return None
 
 
-def _default_fwd(key: Key, device: Device) -> Config:
-    size, width = key[:2]
-    wide = min(max(width, 64), 256)
-    fitting = SPACE_FWD.fitting(key, device)
-    for config in _PREFERRED_FWD[wide] if size == 2 else ():
+def _best(
+    space: Space, preferred: dict[int, tuple[Config, ...]], key: Key, device: Device
+) -> Config:
+    """The first preferred config that fits, else the largest tile that does."""
+    fitting = space.fitting(key, device)
+    width = min(max(Bucket(*key).width, 64), 256)
+    for config in preferred[width]:
         if config in fitting:
             return config
-    return max(fitting, key=lambda config: (config["BLOCK_M"], config["BLOCK_N"]))
+    return max(
+        fitting,
+        key=lambda config: (not config.get("SINGLE"), config["BLOCK_M"], config["BLOCK_N"]),
+    )
+
+
+def _default_fwd(key: Key, device: Device) -> Config:
+    return _best(SPACE_FWD, _PREFERRED_FWD, key, device)
 
 
 def _hopper(n: int, stages: int) -> Config:
@@ -177,13 +186,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
 
 
 def _default_bwd(key: Key, device: Device) -> Config:
-    size, width = key[:2]
-    wide = min(max(width, 64), 256)
-    fitting = SPACE_BWD.fitting(key, device)
-    for config in _PREFERRED_BWD[wide] if size == 2 else ():
-        if config in fitting:
-            return config
-    return max(fitting, key=lambda config: (not config["SINGLE"], config["BLOCK_M"]))
+    return _best(SPACE_BWD, _PREFERRED_BWD, key, device)
 
 
 def _single(m: int, n: int, warps: int, stages: int, half: int = 1) -> Config:
