@@ -105,8 +105,11 @@ def _is_fake(x: torch.Tensor) -> bool:
 def aligned(x: torch.Tensor) -> bool:
     """Whether base and strides are multiples of 16 bytes and no dimension is expanded.
 
-    A fake tensor has no base; only its strides speak.
+    A fake tensor has no base; only its strides speak. A tensor whose last dimension is strided is
+    not aligned: it will be copied, and nothing here says what the copy's strides are.
     """
+    if x.stride(-1) != 1:
+        return False
     if not _is_fake(x) and x.data_ptr() % 16:
         return False
     size = x.element_size()

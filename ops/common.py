@@ -8,7 +8,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NO_LIMIT = tl.constexpr(2**30)  # a window no sequence reaches, small enough never to overflow
 
 
 @triton.jit

@@ -8,14 +8,15 @@ every pair gives u = 2^(rate·q·k − lam), the real weight, and g = u·(Gs·v 
 
     prepare    per row: Gs, rate, −lam/rate, e0, e1, and partial sums of the parameter gradients
     dkdv       keys stay, queries stream, in transposed tiles [N, M]: dk and dv in registers, summed
-               over the query heads of the group; SINGLE also adds each tile's Σ g·k to a buffer
+               over the query heads of the group; SINGLE also adds its part of dq to a buffer
     dq         queries stay, keys stream: no atomics (the other half of the split form)
     finish     the buffer of SINGLE → dq, and the length-gain partial sums
     parameters partial sums → parameter gradients, in fixed order
 
 −lam/rate and e0 are the initial values of the accumulators of q·k and Gs·v: the additions are free,
-and the row vectors are dead before the products start. (Folding rate into q would save two products
-a pair, but rounds q anew: a row of few keys then misses its log-sum by more than 16 bits allow.)
+and these two row vectors are dead before the products start. (Folding rate into q would save two
+multiplications a pair, but rounds q anew: a row of few keys then misses its log-sum by more than 16
+bits allow.)
 
 Rows live in a padded layout (B·Hq, padded) where each sequence starts at a multiple of ROW_TILE and
 owns whole tiles; rows that do not exist hold Gs = 0 and −lam = −inf, hence u = 0: no loop masks
@@ -67,22 +68,9 @@ def _pairs_by_key(
         # Every load comes before the first product: a wait between products in flight makes the
         # compiler run them one by one.
         query = load_query(
-            q,
-            batch,
-            head,
-            row0,
-            tq,
-            row,
-            stride_qb,
-            stride_qt,
-            stride_qh,
-            WIDTH,
-            BLOCK_M,
-            BLOCK_D,
-            PACKED,
-            TMA,
-            ALIGNED,
-        )  # fmt: skip  [M, D]
+            q, batch, head, row0, tq, row, stride_qb, stride_qt, stride_qh, WIDTH, BLOCK_M, BLOCK_D,
+            PACKED, TMA, ALIGNED,
+        )  # fmt: skip
         grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
         minus_lam = load_rows(lam_rows, row, BLOCK_M, TMA)  # [M]
         e0 = load_rows(e0_rows, row, BLOCK_M, TMA)
@@ -154,36 +142,16 @@ def attention_bwd_dkdv(
         return
     base = row_base(cu_q, sequence, PACKED)
     keys = key0 + tl.arange(0, BLOCK_N)  # [N]
+    # [N, D]
     key = load_tile(
-        k,
-        batch,
-        head_k,
-        first_key + key0,
-        first_key + tk,
-        stride_kb,
-        stride_kt,
-        stride_kh,
-        WIDTH,
-        BLOCK_N,
-        BLOCK_D,
-        TMA,
-        ALIGNED,
-    )  # fmt: skip  [N, D]
+        k, batch, head_k, first_key + key0, first_key + tk, stride_kb, stride_kt, stride_kh, WIDTH,
+        BLOCK_N, BLOCK_D, TMA, ALIGNED,
+    )  # fmt: skip
+    # [N, D]
     value = load_tile(
-        v,
-        batch,
-        head_k,
-        first_key + key0,
-        first_key + tk,
-        stride_vb,
-        stride_vt,
-        stride_vh,
-        WIDTH,
-        BLOCK_N,
-        BLOCK_D,
-        TMA,
-        ALIGNED,
-    )  # fmt: skip  [N, D]
+        v, batch, head_k, first_key + key0, first_key + tk, stride_vb, stride_vt, stride_vh, WIDTH,
+        BLOCK_N, BLOCK_D, TMA, ALIGNED,
+    )  # fmt: skip
     if PACKED:  # keys of the next sequence, or padding that may hold NaN
         key = tl.where((keys < tk)[:, None], key, 0.0)
         value = tl.where((keys < tk)[:, None], value, 0.0)
@@ -253,36 +221,16 @@ def _pairs_by_query(
 ):  # fmt: skip
     """Key tiles begin … end of one query tile."""
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        # [N, D]
         key = load_tile(
-            k,
-            batch,
-            head_k,
-            first_key + j,
-            first_key + tk,
-            stride_kb,
-            stride_kt,
-            stride_kh,
-            WIDTH,
-            BLOCK_N,
-            BLOCK_D,
-            TMA,
-            ALIGNED,
-        )  # fmt: skip  [N, D]
+            k, batch, head_k, first_key + j, first_key + tk, stride_kb, stride_kt, stride_kh, WIDTH,
+            BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        )  # fmt: skip
+        # [N, D]
         value = load_tile(
-            v,
-            batch,
-            head_k,
-            first_key + j,
-            first_key + tk,
-            stride_vb,
-            stride_vt,
-            stride_vh,
-            WIDTH,
-            BLOCK_N,
-            BLOCK_D,
-            TMA,
-            ALIGNED,
-        )  # fmt: skip  [N, D]
+            v, batch, head_k, first_key + j, first_key + tk, stride_vb, stride_vt, stride_vh, WIDTH,
+            BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        )  # fmt: skip
         keys = j + tl.arange(0, BLOCK_N)  # [N]
         if MASKED and RAGGED:
             key = tl.where((keys < end)[:, None], key, 0.0)
@@ -354,23 +302,11 @@ def attention_bwd_dq(
     )
 
     row = batch_head.to(tl.int64) * padded + row_base(cu_q, sequence, PACKED) + row0
+    # [M, D]
     query = load_query(
-        q,
-        batch,
-        head,
-        row0,
-        tq,
-        row,
-        stride_qb,
-        stride_qt,
-        stride_qh,
-        WIDTH,
-        BLOCK_M,
-        BLOCK_D,
-        PACKED,
-        TMA,
-        ALIGNED,
-    )  # fmt: skip  [M, D]
+        q, batch, head, row0, tq, row, stride_qb, stride_qt, stride_qh, WIDTH, BLOCK_M, BLOCK_D,
+        PACKED, TMA, ALIGNED,
+    )  # fmt: skip
     grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
     minus_lam = load_rows(lam_rows, row, BLOCK_M, False)
     e0 = load_rows(e0_rows, row, BLOCK_M, False)

@@ -225,10 +225,10 @@ def attention_bwd_prepare(
             sum_length += d_null * nu * log_n
             sum_magnitude += d_amount * slope * log_mass
             grad = w_real[:, None] * d_s
-            if tl.min(tl.where(live, high - low, 2), 0) == 1:
+            one = live & (high - low == 1) & (cancels == 0)
+            if tl.max(one.to(tl.int32), 0) > 0:
                 # A row's score gradients and d_null add up to nothing. With one key that leaves
                 # −d_null for it, which Gs·v + e0 − e1 would reach as a difference of large terms.
-                one = live & (high - low == 1) & (cancels == 0)
                 at_v = v + batch * stride_vb + (head // group) * stride_vh
                 at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
                 only = tl.load(at_v, mask=one[:, None] & (cols < WIDTH)[None, :], other=0.0)

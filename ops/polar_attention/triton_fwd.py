@@ -43,21 +43,11 @@ def _stream(
 ):  # fmt: skip
     """Let the keys begin ≤ j < end pass by; `low` and `high` matter in a MASKED run."""
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        # [N, D]
         key = load_tile(
-            k,
-            batch,
-            head_k,
-            first_key + j,
-            first_key + tk,
-            stride_kb,
-            stride_kt,
-            stride_kh,
-            WIDTH,
-            BLOCK_N,
-            BLOCK_D,
-            TMA,
-            ALIGNED,
-        )  # fmt: skip  [N, D]
+            k, batch, head_k, first_key + j, first_key + tk, stride_kb, stride_kt, stride_kh, WIDTH,
+            BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        )  # fmt: skip
         score = tl.dot(q, key.T, input_precision=PRECISION)  # [M, N]
         if MASKED:
             at = j + tl.arange(0, BLOCK_N)  # [N]
@@ -76,21 +66,11 @@ def _stream(
         if COUNT:
             s2 = s2 * (alpha * alpha) + tl.sum(p * p, 1)
         acc = acc * alpha[:, None]
+        # [N, D]
         value = load_tile(
-            v,
-            batch,
-            head_k,
-            first_key + j,
-            first_key + tk,
-            stride_vb,
-            stride_vt,
-            stride_vh,
-            WIDTH,
-            BLOCK_N,
-            BLOCK_D,
-            TMA,
-            ALIGNED,
-        )  # fmt: skip  [N, D]
+            v, batch, head_k, first_key + j, first_key + tk, stride_vb, stride_vt, stride_vh, WIDTH,
+            BLOCK_N, BLOCK_D, TMA, ALIGNED,
+        )  # fmt: skip
         if MASKED and RAGGED:  # rows behind the last visible key may hold anything, NaN included
             at_v = j + tl.arange(0, BLOCK_N)
             value = tl.where((at_v < end)[:, None], value, 0.0)
@@ -145,21 +125,11 @@ def attention_fwd(
         t = 1.0 + tl.load(length_gain + head).to(tl.float32) * tl.log(length)
     rate = t * (scale * LOG2E)
 
+    # [M, D]
     query = load_tile(
-        q,
-        batch,
-        head,
-        first_row + row0,
-        first_row + tq,
-        stride_qb,
-        stride_qt,
-        stride_qh,
-        WIDTH,
-        BLOCK_M,
-        BLOCK_D,
-        TMA,
-        ALIGNED,
-    )  # fmt: skip  [M, D]
+        q, batch, head, first_row + row0, first_row + tq, stride_qb, stride_qt, stride_qh, WIDTH,
+        BLOCK_M, BLOCK_D, TMA, ALIGNED,
+    )  # fmt: skip
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     s2 = tl.zeros([BLOCK_M], tl.float32)

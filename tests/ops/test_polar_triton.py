@@ -21,6 +21,7 @@ import torch
 
 from fastweights import ops
 from fastweights.autotune import Config, Device, Space, use_config
+from fastweights.ops import checks
 from fastweights.ops.polar_attention import triton as backend
 from helpers import contracts, inputs, oracle, polar
 from helpers.polar import RULES, SOFTMAX_RULES, Case
@@ -198,6 +199,26 @@ def test_bucket_tells_rules_apart_but_not_lengths() -> None:
     with contracts.deterministic():
         other.append(key(base))
     assert len({key(base), *other}) == 1 + len(other)
+
+
+def test_rows_of_one_key_among_rows_of_none() -> None:
+    """Both stand in one tile: what is done for the one must not ask for all."""
+    check(Case(tq=9, tk=1, hq=4, hk=2), torch.float16, single=0)
+
+
+def test_a_strided_last_dimension_is_not_aligned() -> None:
+    """It is copied, and a copy 100 wide strides by 200 bytes: no wide loads, no descriptors."""
+    every_other = torch.zeros(1, 16, 2, 200, dtype=torch.float16)[..., ::2]
+    assert not checks.aligned(every_other)
+    assert not checks.aligned(every_other.contiguous())
+    assert checks.aligned(torch.zeros(1, 16, 2, 104, dtype=torch.float16))
+
+
+def test_empty_calls_stay_with_kernels_that_need_no_descriptors() -> None:
+    hopper = Device("sm_90", shared_bytes=232448)
+    for case, expected in ((Case(tq=64, d=128), 1), (Case(tq=0, tk=64, d=128), 0)):
+        key = backend.SPACE_FWD.bucket(case.shape(torch.float16, torch.device("cpu")))
+        assert backend.SPACE_FWD.default(key, hopper).get("HOPPER") == expected
 
 
 def test_bf16_is_refused_with_a_reason() -> None:
