@@ -202,8 +202,19 @@ def test_bucket_tells_rules_apart_but_not_lengths() -> None:
 
 
 def test_rows_of_one_key_among_rows_of_none() -> None:
-    """Both stand in one tile: what is done for the one must not ask for all."""
-    check(Case(tq=9, tk=1, hq=4, hk=2), torch.float16, single=0)
+    """Both stand in one tile: the last row, of one key, has the gradients it has alone."""
+    case = Case(
+        tq=9, tk=1, hq=4, hk=2, null_base=-2.0
+    )  # else the null wins, and it is another rule
+    arguments = contracts.leaves(case.arguments(0, torch.float16, torch.device("cpu")))
+    upstream = (torch.randn(1, 9, 4, 32).half(), torch.randn(1, 9, 4).half())
+    wanted = [arguments[name] for name in "qkv"]
+    results = case.on_triton(**arguments)[:2]
+    whole = torch.autograd.grad(results, wanted, upstream, retain_graph=True)
+    last = case.on_triton(**arguments | {"q": arguments["q"][:, -1:]})[:2]
+    alone = torch.autograd.grad(last, wanted, [x[:, -1:] for x in upstream])
+    for name, a, b in zip(("dq", "dk"), whole, alone, strict=False):
+        assert torch.equal(a, b), name
 
 
 def test_a_strided_last_dimension_is_not_aligned() -> None:
