@@ -326,9 +326,11 @@ def bwd(
             factor = shape.scale * terms.t[..., None]
             dmu = _per_head(d_count, i, dtype, rows.live)
             n, r = (x[:, :, i].masked_fill(~rows.live[:, None], 0) for x in (n_eff, rho))
+            one, only = _only_values(shape, v, rows)
+            if terms.value is not None:
+                c = torch.where(one[..., None], _direction(only, lse_i, r, terms), c)
             row, d_null = _polar_upstream(dc, c, dmu, lse_i, n, r, terms, sums)
-            if shape.tk:
-                row = row._replace(e0=_balanced(shape, v, rows, row, d_null))
+            row = row._replace(e0=_balanced(row, d_null, one, only))
         g, da = _gradients(shape, q_i * factor, k, v, plan, i, row, dk, dv)
         dq[:, i] = (g * factor).transpose(1, 2)
         if sums is not None:
@@ -384,20 +386,32 @@ def _polar_upstream(
     return _Upstream(lse, w_real[..., None] * gs, e0, 2 * gm_m * n_eff, by_pairs), d_null
 
 
-def _balanced(
-    shape: AttentionShape, v: Tensor, rows: _Rows, row: _Upstream, d_null: Tensor
-) -> Tensor:
+def _only_values(shape: AttentionShape, v: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Which rows have one key, (1 or B, 1, n), and its value where they do, (B, Hq, n, D)."""
+    one = (rows.hi - rows.lo == 1)[:, None]
+    if not shape.tk:
+        return one, v.new_zeros((), dtype=shape.statistic_dtype)
+    at = rows.lo.clamp(max=shape.tk - 1)[..., None, None]
+    only = torch.take_along_dim(v, at, 1).to(shape.statistic_dtype)  # (B, n, Hk, D)
+    return one, only.repeat_interleave(shape.group, 2).transpose(1, 2)
+
+
+def _direction(only: Tensor, lse: Tensor, rho: Tensor, terms: _Null) -> Tensor:
+    """c of a row of one key, not rounded to the dtype of the results."""
+    assert terms.value is not None
+    w_real = torch.sigmoid(lse - terms.logit)[..., None]
+    w_null = torch.sigmoid(terms.logit - lse)[..., None]
+    return (w_real * only + w_null * terms.value) / rho.clamp(min=EPS)[..., None]
+
+
+def _balanced(row: _Upstream, d_null: Tensor, one: Tensor, only: Tensor) -> Tensor:
     """e0, such that in a row of one key da = −d_null, as Σ_j da + d_null = 0 asks for.
 
     Gs·v + e0 − e1 would reach it as a difference of large terms, and miss by the rounding of c.
     """
     assert row.e1 is not None
-    one = (rows.hi - rows.lo == 1)[:, None]
     if row.by_pairs is not None:
         one = one & ~row.by_pairs
-    at = rows.lo.clamp(max=shape.tk - 1)[..., None, None]
-    only = torch.take_along_dim(v, at, 1).to(d_null.dtype)  # (B, n, Hk, D)
-    only = only.repeat_interleave(shape.group, 2).transpose(1, 2)
     return torch.where(one, row.e1 - d_null - (row.gs * only).sum(-1), row.e0)
 
 

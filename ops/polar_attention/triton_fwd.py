@@ -148,7 +148,7 @@ def attention_fwd(
 
     keyless = l == 0.0
     inverse = 1.0 / tl.where(keyless, 1.0, l)  # [M]
-    log_sum = m + tl.log2(l)  # base 2; −inf for a row with no key
+    log_sum = (m + tl.log2(l)) * LN2  # −inf for a row with no key
     inside = rows < tq
     at_row = batch_head.to(tl.int64) * total + first_row + rows  # into (B, H, T)
     cols = tl.arange(0, BLOCK_D)
@@ -156,7 +156,9 @@ def attention_fwd(
         log_n1 = tl.sqrt(tl.log(length + 1.0))
         base = tl.load(null_base + head).to(tl.float32)
         nu = base + tl.load(null_slope + head).to(tl.float32) * log_n1
-        gap = log_sum - t * nu * LOG2E  # real mass against the null, base 2
+        # Real mass against the null, base 2. As backward forms it: most of the error of w_real
+        # then cancels in w_real/rho.
+        gap = (log_sum - t * nu) * LOG2E
         w_real = 1.0 / (1.0 + tl.exp2(-gap))
         w_null = 1.0 / (1.0 + tl.exp2(gap))
         acc = acc * (w_real * inverse)[:, None]
@@ -183,7 +185,6 @@ def attention_fwd(
         tl.store(null_mass + at_row, w_null, mask=inside)
     else:
         acc = acc * inverse[:, None]
-    log_sum = log_sum * LN2
     if PACKED:
         log_sum = tl.where(sequence == sequences, 0.0, log_sum)
     tl.store(lse + at_row, log_sum, mask=inside)
