@@ -1,6 +1,7 @@
 """Triton pieces shared by kernels: tiles in and out, visibility, packed sequences, scalar maths.
 
-Imports Triton; only kernel files import it, so that `import fastweights` stays light.
+Those that create no tensor (visibility, packing, scalar maths) also serve Gluon kernels. Imports
+Triton; only kernel files import it, so that `import fastweights` stays light.
 """
 
 import triton
@@ -42,7 +43,7 @@ def find_sequence(cu, tile, sequences, ROWS: tl.constexpr):
     Sequence s owns the tiles from cu[s] // ROWS + s on, so a grid of total // ROWS + N + 1 tiles
     serves any lengths without the host knowing them. Index N is the padding behind the last one.
     """
-    low = tl.zeros([], tl.int32)
+    low = sequences * 0
     high = sequences + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -66,9 +67,9 @@ def place_tile(
     the same two on the other axis (keys for queries, queries for keys). Sequence number
     `sequences` is the padding behind the last one.
     """
-    sequence = tl.zeros([], tl.int32)
-    first = tl.zeros([], tl.int32)
-    other_first = tl.zeros([], tl.int32)
+    sequence = sequences * 0
+    first = sequences * 0
+    other_first = sequences * 0
     if PACKED:
         sequence, tile = find_sequence(cu, tile, sequences, ROWS)
         last = tl.minimum(sequence + 1, sequences)
@@ -123,6 +124,46 @@ def key_bounds(
     full = tl.minimum(tl.cdiv(low_max, BLOCK), tl.cdiv(end, BLOCK)) * BLOCK
     full_end = tl.maximum(high_min // BLOCK * BLOCK, full)
     return begin, full, full_end, end
+
+
+@triton.jit
+def row_bounds(
+    key0, tq, tk, window,
+    CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row steps of a tile of BLOCK keys: [begin, whole) and [whole_end, end) need masks.
+
+    All in steps of ROWS from `begin` on. RAGGED asks for masks where keys lie past `tk`.
+    """
+    key1 = tl.minimum(key0 + BLOCK, tk) - 1
+    begin = key0 * 0
+    end = tq
+    whole = begin
+    whole_end = tq
+    if N_KEYS:
+        whole = tq
+    elif CAUSAL:
+        shift = tk - tq
+        begin = tl.maximum(key0 - shift, 0) // ROWS * ROWS
+        whole = tl.maximum(key1 - shift, 0)
+        if WINDOW:
+            end = tl.minimum(tq, key1 + window - shift)
+            whole_end = tl.minimum(tq, key0 + window - shift)
+    elif WINDOW:
+        end = tl.where(key1 >= tk - window, tq, 0)
+        whole = tl.where(key0 >= tk - window, 0, tq)
+    if RAGGED:
+        whole = tl.where(key0 + BLOCK > tk, tq, whole)
+    end = begin + tl.cdiv(tl.maximum(end - begin, 0), ROWS) * ROWS
+    whole = begin + tl.cdiv(tl.maximum(whole - begin, 0), ROWS) * ROWS
+    whole = tl.minimum(whole, end)
+    if WINDOW:
+        whole_end = begin + tl.maximum(whole_end - begin, 0) // ROWS * ROWS
+        whole_end = tl.minimum(tl.maximum(whole_end, whole), end)
+    else:
+        whole_end = end
+    return begin, whole, whole_end, end
 
 
 @triton.jit

@@ -60,13 +60,16 @@ def head_tiles(x: torch.Tensor, rows: int, cols: int, *, gluon: bool = False) ->
     ]
     sizes, strides, tile = [batch, heads, length, width], [*strides, 1], [1, 1, rows, cols]
     if gluon:
-        return _gluon_descriptor_type()(x, sizes, strides, tile, _swizzled(cols, x.element_size()))
+        return _gluon_descriptor_type()(x, sizes, strides, tile, _layout(tile, x.element_size()))
     return _descriptor_type()(x, sizes, strides, tile)
 
 
-def matrix_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
+def matrix_tiles(x: torch.Tensor, rows: int, cols: int, *, gluon: bool = False) -> Any:
     """A host-made descriptor of a contiguous matrix in tiles of (rows, cols)."""
-    return _descriptor_type()(x, list(x.shape), list(x.stride()), [rows, cols])
+    sizes, strides, tile = list(x.shape), list(x.stride()), [rows, cols]
+    if gluon:
+        return _gluon_descriptor_type()(x, sizes, strides, tile, _layout(tile, x.element_size()))
+    return _descriptor_type()(x, sizes, strides, tile)
 
 
 @functools.cache
@@ -79,13 +82,16 @@ def _gluon_descriptor_type() -> Any:
     return importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
 
 
+def _layout(tile: list[int], size: int) -> Any:
+    """The shared-memory layout of a tile whose elements have `size` bytes."""
+    return _shared_layout(len(tile), min(128, tile[-1] * size) if tile[-2] > 1 else 0, 8 * size)
+
+
 @functools.cache
-def _swizzled(cols: int, size: int) -> Any:
-    """The shared-memory layout that wgmma reads, for a tile (1, 1, rows, cols)."""
+def _shared_layout(rank: int, swizzle: int, bits: int) -> Any:
+    """What wgmma reads; without swizzle, of one row: its elements in a line."""
     layouts = importlib.import_module("triton.experimental.gluon.language")
-    return layouts.NVMMASharedLayout(
-        swizzle_byte_width=min(128, cols * size), element_bitwidth=8 * size, rank=4
-    )
+    return layouts.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ The compiler's own pipeliner waits for each product at once and makes all warps 
 which is what this file is for. Making the consumers take turns, or holding the second wait back
 until the exponentials are through, was measured and gained nothing.
 
-Serves dense calls (no packing, no n_keys) whose tensors TMA can address. Steps that need masks come
+Serves calls without n_keys whose tensors TMA can address. Steps that need masks come
 first: the right edge from full_end on, then the left one; a softmax does not mind the order.
 """
 
@@ -24,25 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-RUNTIME = ("tq", "tk", "heads_q", "group", "window", "scale")
+from ..common import LN2, LOG2E, count_tiles, key_bounds, key_range, log1p, place_tile, tanh
+from .hopper_common import CONSUMERS, ROWS, clear_rows, count_mine, my_tile, store_rows
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # of one consumer: the M of a wgmma
+RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "tiles", "scale")
 
-
-@gluon.jit
-def _visible(rows, tq, tk, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """The keys low ≤ j < high that each row sees (as common.key_range; rows may be a scalar)."""
-    high = tk + rows * 0
-    if CAUSAL:
-        high = gl.minimum(gl.maximum(tk - tq + rows + 1, 0), tk)
-    high = gl.where(rows < tq, high, 0)
-    low = rows * 0
-    if WINDOW:
-        low = gl.maximum(high - window, 0)
-    return low, high
+SLACK = gl.constexpr(8.0)  # by how much, in base 2, a running maximum may fall behind
 
 
 @gluon.jit
@@ -53,12 +40,9 @@ def _steps(row0, tq, tk, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     Step i < right starts at key full_end + i·BLOCK_N, a later one at begin + (i − right)·BLOCK_N;
     the first `masked` need masks.
     """
-    row1 = gl.minimum(row0 + BLOCK_M, tq) - 1
-    low_min, high_min = _visible(row0, tq, tk, window, CAUSAL, WINDOW)
-    low_max, end = _visible(row1, tq, tk, window, CAUSAL, WINDOW)
-    begin = low_min // BLOCK_N * BLOCK_N
-    full = gl.minimum((low_max + BLOCK_N - 1) // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N) * BLOCK_N
-    full_end = gl.maximum(high_min // BLOCK_N * BLOCK_N, full)
+    begin, full, full_end, end = key_bounds(
+        row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
+    )
     right = gl.maximum((end - full_end + BLOCK_N - 1) // BLOCK_N, 0)
     masked = right + (full - begin) // BLOCK_N
     steps = right + (full_end - begin) // BLOCK_N
@@ -71,40 +55,85 @@ def _key_of(step, begin, full_end, right, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _place(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
+    """Where a query tile lies: batch, head, its first row inside the sequence, first row and first
+    key of the sequence, how many rows and keys that has, and whether it is padding.
+    """
+    tq, tk, heads_q, group, sequences, window, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    row_tiles = count_tiles(tq, sequences, BLOCK_M, PACKED)
+    batch = number // row_tiles // heads_q
+    head = number // row_tiles % heads_q
+    # The causal rows with most keys come first.
+    sequence, tile, first_row, rows, first_key, keys = place_tile(
+        row_tiles - 1 - number % row_tiles, tq, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+    )
+    row0 = tile * BLOCK_M
+    keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
+    rows = gl.where(row0 < rows, rows, 0)
+    return batch, head, row0, first_row, first_key, rows, keys, sequence == sequences
+
+
+@gluon.jit
 def _produce(
-    q, k, v, tiles, batch, head, head_k, row0, begin, full_end, right, steps,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, buffers, sizes, cu_q, cu_k,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    q_tile, k_tiles, v_tiles, q_full, k_full, v_full, k_free, v_free = tiles
+    q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
+    all_rows, all_keys, heads_q, group, sequences, window, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    mbarrier.expect(q_full, CONSUMERS * ROWS * BLOCK_D * 2)
-    for who in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(
-            q, [batch, head, row0 + who * ROWS, 0], q_full, q_tile.index(who)
+    i = all_rows * 0
+    cleared = all_rows * 0
+    for n in range(count_mine(tiles)):
+        batch, head, row0, first_row, first_key, tq, tk, padding = _place(
+            my_tile(n), sizes, cu_q, cu_k, PACKED
         )
-    for i in range(steps):
-        j = _key_of(i, begin, full_end, right, BLOCK_N)
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), BYTES)
-        tma.async_copy_global_to_shared(
-            k, [batch, head_k, j, 0], k_full.index(stage), k_tiles.index(stage)
+        begin, full_end, right, masked, steps = _steps(
+            row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), BYTES)
-        tma.async_copy_global_to_shared(
-            v, [batch, head_k, j, 0], v_full.index(stage), v_tiles.index(stage)
-        )
+        buffer = n % QUERIES
+        mbarrier.wait(q_free.index(buffer), ((n // QUERIES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(buffer), CONSUMERS * ROWS * BLOCK_D * 2)
+        for who in gl.static_range(CONSUMERS):
+            tma.async_copy_global_to_shared(
+                q, [batch, head, first_row + row0 + who * ROWS, 0], q_full.index(buffer),
+                q_tiles.index(buffer * CONSUMERS + who),
+            )  # fmt: skip
+        for step in range(steps):
+            j = _key_of(step, begin, full_end, right, BLOCK_N)
+            at = [batch, head // group, first_key + j, 0]
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BYTES)
+            tma.async_copy_global_to_shared(k, at, k_full.index(stage), k_tiles.index(stage))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            if PACKED and j + BLOCK_N > tk:
+                # Rows of the next sequence have no weight, but 0·NaN is NaN.
+                mbarrier.expect(copied, BYTES)
+                tma.async_copy_global_to_shared(v, at, copied, v_tiles.index(stage))
+                mbarrier.wait(copied, cleared & 1)
+                value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
+                clear_rows(value, tk - j, BLOCK_N, BLOCK_D)
+                mbarrier.arrive(v_full.index(stage), count=1)
+                cleared += 1
+            else:
+                mbarrier.expect(v_full.index(stage), BYTES)
+                tma.async_copy_global_to_shared(v, at, v_full.index(stage), v_tiles.index(stage))
+            i += 1
 
 
 @gluon.jit
 def _softmax(s, m, l, s2, rate, j, low, high, COUNT: gl.constexpr, MASKED: gl.constexpr,
-             BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
+             WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """One step of the online softmax: weights, α and the new running values."""
     if MASKED:
         at = j + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+        seen = at[None, :] < high[:, None]
+        if WINDOW:
+            seen = seen & (at[None, :] >= low[:, None])
         s = gl.where(seen, s * rate[:, None], float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1))
         # A row that has seen no key yet keeps −inf; shifting by 0 keeps its p at 0, not NaN.
@@ -112,7 +141,9 @@ def _softmax(s, m, l, s2, rate, j, low, high, COUNT: gl.constexpr, MASKED: gl.co
         p = gl.exp2(s - shift[:, None])
         alpha = gl.exp2(m - shift)
     else:
-        m_new = gl.maximum(m, gl.max(s, 1) * rate)
+        # A maximum that grows by less than SLACK stays: p ≤ 2^SLACK, and no row is rescaled.
+        m_new = gl.max(s, 1) * rate
+        m_new = gl.where(m_new > m + SLACK, m_new, m)
         p = gl.exp2(s * rate[:, None] - m_new[:, None])
         alpha = gl.exp2(m - m_new)
     # Sums of the unrounded p, here: from the rounded one behind the products they cost 8 % more.
@@ -122,13 +153,62 @@ def _softmax(s, m, l, s2, rate, j, low, high, COUNT: gl.constexpr, MASKED: gl.co
     return p, alpha, m_new, l, s2
 
 
+@gluon.constexpr_function
+def _rescale_asm(count):
+    """PTX of x·α on `count` pairs, which a warp skips where α is 1 in all its threads.
+
+    The outputs are $0 …, x is $count …, α is $(2·count) …; a thread holds two rows of the tile, in
+    pairs of columns by turns, so that its first four α tell both.
+    """
+    keep = [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    multiply = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    one, other = 2 * count, 2 * count + 2
+    return "\n".join(
+        [
+            "{ .reg .pred mine, any;",
+            f"setp.ne.f32 mine, ${one}, 0f3F800000;",
+            f"setp.ne.or.f32 mine, ${other}, 0f3F800000, mine;",
+            "vote.sync.any.pred any, mine, 0xffffffff;",
+            *keep,
+            "@!any bra SKIP_${:uid};",
+            *multiply,
+            "SKIP_${:uid}: }",
+        ]
+    )
+
+
+@gluon.constexpr_function
+def _rescale_operands(count):
+    return ",".join(["=&f"] * count + ["f"] * (2 * count))
+
+
+@gluon.jit
+def _rescale(acc, alpha, BLOCK_D: gl.constexpr):
+    """acc·α; as a rule α is 1 (see SLACK), and a warp for whose rows it is multiplies nothing."""
+    COUNT: gl.constexpr = BLOCK_D // 2  # elements of a thread
+    return gl.inline_asm_elementwise(
+        _rescale_asm(COUNT),
+        _rescale_operands(COUNT),
+        [acc, alpha[:, None]],
+        gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
+
+
 @gluon.jit
 def _consume_step(
-    i, acc, p, m, l, s2, rate, low, high, q_mine, k_tiles, v_tiles, k_full, v_full, k_free, v_free,
-    begin, full_end, right, COUNT: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
+    i, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers, plan,
+    COUNT: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Step `step` of a tile, the i-th of the program."""
+    q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
+    begin, full_end, right, masked, steps = plan
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    # Rounded here, not at the end of the step before: carried as 16-bit numbers, the halves of each
+    # register change places twice on the way round the loop.
+    p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
     stage = i % STAGES
     phase = (i // STAGES) & 1
     before = (i - 1) % STAGES
@@ -142,196 +222,197 @@ def _consume_step(
     acc = warpgroup_mma(p, value, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_free.index(stage), count=1)
-    j = _key_of(i, begin, full_end, right, BLOCK_N)
+    j = _key_of(step, begin, full_end, right, BLOCK_N)
     weight, alpha, m, l, s2 = _softmax(
-        s, m, l, s2, rate, j, low, high, COUNT, MASKED, BLOCK_N, S_LAYOUT
+        s, m, l, s2, rate, j, low, high, COUNT, MASKED, WINDOW, BLOCK_N, S_LAYOUT
     )
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(before), count=1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
-    return acc, p, m, l, s2
-
-
-@gluon.jit
-def _log1p(x):
-    one_plus = 1.0 + x
-    lost = one_plus - 1.0
-    return gl.where(lost == 0.0, x, gl.log(one_plus) * (x / gl.where(lost == 0.0, 1.0, lost)))
-
-
-@gluon.jit
-def _tanh(x):
-    square = x * x
-    series = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.053968254)))
-    decay = gl.exp(-2.0 * gl.abs(x))
-    far = (1.0 - decay) / (1.0 + decay)
-    return gl.where(gl.abs(x) < 0.1, series, gl.where(x < 0.0, -far, far))
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
+    if MASKED:
+        acc = acc * alpha[:, None]
+    else:
+        acc = _rescale(acc, alpha, BLOCK_D)
+    return acc, weight, m, l, s2
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, tiles, parameters, results, place, plan,
+    WHO: gl.constexpr, buffers, parameters, results, sizes, scale, cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    EPS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
-    q_tile, k_tiles, v_tiles, q_full, k_full, v_full, k_free, v_free = tiles
+    q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     null_value, null_base, null_slope, length_gain, magnitude_gain = parameters
     out, count, lse, n_eff, rho, null_mass = results
-    batch, head, batch_head, row0, tq, tk, heads_q, window, scale = place
-    begin, full_end, right, masked, steps = plan
+    total, all_keys, heads_q, group, sequences, window, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     R_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    rows = row0 + WHO * ROWS + gl.arange(0, ROWS, layout=R_LAYOUT)
-    low, high = _visible(rows, tq, tk, window, CAUSAL, WINDOW)
-    length = gl.maximum(high - low, 1).to(gl.float32)
-    t = gl.full([ROWS], 1.0, gl.float32, R_LAYOUT)
-    if POLAR:
-        # Everything the end needs of memory is fetched while the first tiles are on their way.
-        t = 1.0 + gl.load(length_gain + head).to(gl.float32) * gl.log(length)
-        log_n1 = gl.sqrt(gl.log(length + 1.0))
-        nu = gl.load(null_base + head).to(gl.float32)
-        nu += gl.load(null_slope + head).to(gl.float32) * log_n1
-        null_logit = t * nu * LOG2E
-        gain = gl.load(magnitude_gain + head).to(gl.float32)
-    rate = t * (scale * LOG2E)
-
-    m = gl.full([ROWS], float("-inf"), gl.float32, R_LAYOUT)
-    l = gl.zeros([ROWS], gl.float32, R_LAYOUT)
-    s2 = gl.zeros([ROWS], gl.float32, R_LAYOUT)
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-    q_mine = q_tile.index(WHO).reshape([ROWS, BLOCK_D])
-    mbarrier.wait(q_full, 0)
-    if steps > 0:
-        # The first step has no product of weights and values to start beside its scores.
-        mbarrier.wait(k_full.index(0), 0)
-        key = k_tiles.index(0).reshape([BLOCK_N, BLOCK_D])
-        s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q_mine, key.permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(0), count=1)
-        j = _key_of(0, begin, full_end, right, BLOCK_N)
-        weight, _, m, l, s2 = _softmax(
-            s, m, l, s2, rate, j, low, high, POLAR, True, BLOCK_N, S_LAYOUT
-        )
-        p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
-        for i in range(1, masked):
-            acc, p, m, l, s2 = _consume_step(
-                i, acc, p, m, l, s2, rate, low, high, q_mine, k_tiles, v_tiles, k_full,
-                v_full, k_free, v_free, begin, full_end, right, POLAR, True, BLOCK_N, BLOCK_D,
-                STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-        for i in range(gl.maximum(masked, 1), steps):
-            acc, p, m, l, s2 = _consume_step(
-                i, acc, p, m, l, s2, rate, low, high, q_mine, k_tiles, v_tiles, k_full,
-                v_full, k_free, v_free, begin, full_end, right, POLAR, False, BLOCK_N, BLOCK_D,
-                STAGES, S_LAYOUT, O_LAYOUT,
-            )  # fmt: skip
-        last = (steps - 1) % STAGES
-        mbarrier.wait(v_full.index(last), ((steps - 1) // STAGES) & 1)
-        value = v_tiles.index(last).reshape([BLOCK_N, BLOCK_D])
-        acc = warpgroup_mma(p, value, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-
     A_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    m = gl.convert_layout(m, A_LAYOUT)
-    l = gl.convert_layout(l, A_LAYOUT)
-    s2 = gl.convert_layout(s2, A_LAYOUT)
-    rows = gl.convert_layout(rows, A_LAYOUT)
-    keyless = l == 0.0
-    inverse = 1.0 / gl.where(keyless, 1.0, l)
-    log_sum = m + gl.log2(l)
-    inside = rows < tq
-    at_row = batch_head.to(gl.int64) * tq + rows
-    cols = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, O_LAYOUT))
-    if POLAR:
-        gap = log_sum - gl.convert_layout(
-            null_logit, A_LAYOUT
-        )  # real mass against the null, base 2
-        w_real = 1.0 / (1.0 + gl.exp2(-gap))
-        w_null = 1.0 / (1.0 + gl.exp2(gap))
-        acc = acc * (w_real * inverse)[:, None]
-        if NULL_VALUE:
-            value = gl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
-            acc += w_null[:, None] * value.to(gl.float32)[None, :]
-        norm = gl.sqrt(gl.sum(acc * acc, 1))
-        acc = acc * (1.0 / gl.maximum(norm, EPS))[:, None]
-        effective = gl.where(keyless, 1.0, l * l / gl.where(keyless, 1.0, s2))
-        mass = gl.where(keyless, 0.0, effective * w_real)
-        amount = _tanh(gain * _log1p(mass))
-        at_count = (batch.to(gl.int64) * tq + rows) * heads_q + head
-        gl.store(count + at_count, amount.to(count.dtype.element_ty), mask=inside)
-        gl.store(n_eff + at_row, effective, mask=inside)
-        gl.store(rho + at_row, norm, mask=inside)
-        gl.store(null_mass + at_row, w_null, mask=inside)
-    else:
-        acc = acc * inverse[:, None]
-    gl.store(lse + at_row, log_sum * LN2, mask=inside)
-    at = ((batch.to(gl.int64) * tq + rows) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-    mask = inside[:, None] & (cols < WIDTH)[None, :]
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    base = total * 0  # steps of the tiles before
+    for n in range(count_mine(tiles)):
+        batch, head, row0, first_row, first_key, tq, tk, padding = _place(
+            my_tile(n), sizes, cu_q, cu_k, PACKED
+        )
+        plan = _steps(row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+        begin, full_end, right, masked, steps = plan
+        rows = row0 + WHO * ROWS + gl.arange(0, ROWS, layout=R_LAYOUT)
+        low, high = key_range(rows, tq, tk, rows, window, CAUSAL, False, WINDOW)
+        length = gl.maximum(high - low, 1).to(gl.float32)
+        t = gl.full([ROWS], 1.0, gl.float32, R_LAYOUT)
+        if POLAR:
+            # Everything the end needs of memory is fetched while the first tiles are on their way.
+            t = 1.0 + gl.load(length_gain + head).to(gl.float32) * gl.log(length)
+            log_n1 = gl.sqrt(gl.log(length + 1.0))
+            nu = gl.load(null_base + head).to(gl.float32)
+            nu += gl.load(null_slope + head).to(gl.float32) * log_n1
+            null_logit = t * nu
+            gain = gl.load(magnitude_gain + head).to(gl.float32)
+        rate = t * (scale * LOG2E)
+
+        m = gl.full([ROWS], float("-inf"), gl.float32, R_LAYOUT)
+        l = gl.zeros([ROWS], gl.float32, R_LAYOUT)
+        s2 = gl.zeros([ROWS], gl.float32, R_LAYOUT)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        buffer = n % QUERIES
+        q_mine = q_tiles.index(buffer * CONSUMERS + WHO).reshape([ROWS, BLOCK_D])
+        mbarrier.wait(q_full.index(buffer), (n // QUERIES) & 1)
+        if steps > 0:
+            # The first step has no product of weights and values to start beside its scores.
+            stage = base % STAGES
+            mbarrier.wait(k_full.index(stage), (base // STAGES) & 1)
+            key = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
+            s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+            s = warpgroup_mma(q_mine, key.permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            j = _key_of(0, begin, full_end, right, BLOCK_N)
+            weight, _, m, l, s2 = _softmax(
+                s, m, l, s2, rate, j, low, high, POLAR, True, WINDOW, BLOCK_N, S_LAYOUT
+            )
+            for step in range(1, masked):
+                acc, weight, m, l, s2 = _consume_step(
+                    base + step, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers,
+                    plan, POLAR, True, WINDOW, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                )  # fmt: skip
+            for step in range(gl.maximum(masked, 1), steps):
+                acc, weight, m, l, s2 = _consume_step(
+                    base + step, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers,
+                    plan, POLAR, False, WINDOW, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                )  # fmt: skip
+            last = base + steps - 1
+            stage = last % STAGES
+            mbarrier.wait(v_full.index(stage), (last // STAGES) & 1)
+            value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
+            p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
+            acc = warpgroup_mma(p, value, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_free.index(stage), count=1)
+
+        m = gl.convert_layout(m, A_LAYOUT)
+        l = gl.convert_layout(l, A_LAYOUT)
+        s2 = gl.convert_layout(s2, A_LAYOUT)
+        rows = gl.convert_layout(rows, A_LAYOUT)
+        keyless = l == 0.0
+        inverse = 1.0 / gl.where(keyless, 1.0, l)
+        log_sum = (m + gl.log2(l)) * LN2
+        inside = rows < tq
+        position = first_row + rows
+        at_row = (batch * heads_q + head).to(gl.int64) * total + position
+        at_head = (batch.to(gl.int64) * total + position) * heads_q + head
+        if POLAR:
+            # Real mass against the null, base 2; formed as backward forms it.
+            gap = (log_sum - gl.convert_layout(null_logit, A_LAYOUT)) * LOG2E
+            w_real = 1.0 / (1.0 + gl.exp2(-gap))
+            w_null = 1.0 / (1.0 + gl.exp2(gap))
+            acc = acc * (w_real * inverse)[:, None]
+            if NULL_VALUE:
+                cols = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, O_LAYOUT))
+                value = gl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
+                acc += w_null[:, None] * value.to(gl.float32)[None, :]
+            norm = gl.sqrt(gl.sum(acc * acc, 1))
+            acc = acc * (1.0 / gl.maximum(norm, EPS))[:, None]
+            effective = gl.where(keyless, 1.0, l * l / gl.where(keyless, 1.0, s2))
+            mass = gl.where(keyless, 0.0, effective * w_real)
+            amount = tanh(gain * log1p(mass))
+            if PACKED:
+                amount = gl.where(padding, 0.0, amount)
+                acc = gl.where(padding, 0.0, acc)
+                effective = gl.where(padding, 0.0, effective)
+                norm = gl.where(padding, 0.0, norm)
+                w_null = gl.where(padding, 0.0, w_null)
+            gl.store(count + at_head, amount.to(count.dtype.element_ty), mask=inside)
+            gl.store(n_eff + at_row, effective, mask=inside)
+            gl.store(rho + at_row, norm, mask=inside)
+            gl.store(null_mass + at_row, w_null, mask=inside)
+        else:
+            acc = acc * inverse[:, None]
+        if PACKED:
+            log_sum = gl.where(padding, 0.0, log_sum)
+        gl.store(lse + at_row, log_sum, mask=inside)
+        row = row0 + WHO * ROWS
+        at = ((batch.to(gl.int64) * total + first_row + row) * heads_q + head) * WIDTH
+        store_rows(q_mine, acc, out, at, heads_q * WIDTH, tq - row, WIDTH, ROWS, BLOCK_D)
+        mbarrier.arrive(q_free.index(buffer), count=1)
+        base += steps
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def attention_fwd(
-    q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain,
+    q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain, cu_q, cu_k,
     out, count, lse, n_eff, rho, null_mass,
-    tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, window: gl.int32,
-    scale: gl.float32,
+    tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
+    window: gl.int32, tiles: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, EPS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
-    """direction, count and statistics (POLAR), or out and lse, of one query tile of one head."""
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    row_tiles = (tq + BLOCK_M - 1) // BLOCK_M
-    pid = gl.program_id(0)
-    batch_head = pid // row_tiles
-    batch = batch_head // heads_q
-    head = batch_head % heads_q
-    head_k = head // group
-    row0 = (row_tiles - 1 - pid % row_tiles) * BLOCK_M  # the causal rows with most keys start first
-    begin, full_end, right, masked, steps = _steps(
-        row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
-    )
-
-    q_tile = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q.layout)
+    """direction, count and statistics (POLAR), or out and lse, of `tiles` query tiles."""
+    Q_BUFFERS: gl.constexpr = QUERIES * CONSUMERS
+    q_tiles = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS, 1, 1, ROWS, BLOCK_D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
+    copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(copied, count=1)
+    for buffer in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_free.index(buffer), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=CONSUMERS)
         mbarrier.init(v_free.index(stage), count=CONSUMERS)
 
-    tiles = (q_tile, k_tiles, v_tiles, q_full, k_full, v_full, k_free, v_free)
+    buffers = (q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied)
     parameters = (null_value, null_base, null_slope, length_gain, magnitude_gain)
     results = (out, count, lse, n_eff, rho, null_mass)
-    place = (batch, head, batch_head, row0, tq, tk, heads_q, window, scale)
-    plan = (begin, full_end, right, masked, steps)
+    sizes = (tq, tk, heads_q, group, sequences, window, tiles)
     # Written out: a tuple with compile-time values has to stand in the call itself.
     gl.warp_specialize(
         [
             (_consume, (
-                0, tiles, parameters, results, place, plan,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, WIDTH, BLOCK_N, BLOCK_D, STAGES, EPS,
+                0, buffers, parameters, results, sizes, scale, cu_q, cu_k,
+                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                QUERIES, EPS,
             )),
             (_consume, (
-                1, tiles, parameters, results, place, plan,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, WIDTH, BLOCK_N, BLOCK_D, STAGES, EPS,
+                1, buffers, parameters, results, sizes, scale, cu_q, cu_k,
+                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                QUERIES, EPS,
             )),
             (_produce, (
-                q, k, v, tiles, batch, head, head_k, row0, begin, full_end, right, steps,
-                BLOCK_N, BLOCK_D, STAGES,
+                q, k, v, buffers, sizes, cu_q, cu_k,
+                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, QUERIES,
             )),
         ],
         [4, 1], [240, 24],

@@ -15,17 +15,29 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from .op import EPS, PACKAGE, AttentionShape, Lengths, NullParameters
-from .triton_spaces import OP, SPACE_BWD, SPACE_FWD, block_d, bucket, windowed
+from .triton_spaces import (
+    OP,
+    SPACE_BWD,
+    SPACE_FWD,
+    block_d,
+    bucket,
+    hopper_queries,
+    windowed,
+)
 
 FORWARD = f"{PACKAGE}.triton_fwd"
 FORWARD_HOPPER = f"{PACKAGE}.hopper_fwd"
 BACKWARD = f"{PACKAGE}.triton_bwd"
+BACKWARD_HOPPER = f"{PACKAGE}.hopper_bwd"
 BACKWARD_ROWS = f"{PACKAGE}.triton_bwd_rows"
 
 NO_LIMIT = 2**30  # window of a call without one: no sequence reaches it, no sum overflows
 ROW_TILE = 128  # unit of the padded row layout of backward; as in triton_bwd_rows
+VECTORS, SOFTMAX_VECTORS = 11, 3  # row vectors of backward; named in triton_bwd_rows
 PAIR_KERNELS = ("attention_bwd_dkdv", "attention_bwd_dq")
-HOPPER_ROWS = 64  # of one consumer; as in hopper_fwd
+HOPPER_ROWS = 64  # of one consumer; as in hopper_common
+SIZES = ("cu_q", "cu_k", "tq", "tk", "heads_q", "sequences", "window")  # of `_lengths`
+STEP_NUMBERS = 4096  # of each operand that a step of prepare holds
 FINISH_ROWS = 64  # rows of a program of finish
 
 
@@ -157,10 +169,14 @@ def fwd(
     }
     rules = _rules(shape)
     sizes = _lengths(shape, lengths)
+    programs = tiles = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
     if hopper:
         kernel = (FORWARD_HOPPER, "attention_fwd")
-        arguments |= {name: sizes[name] for name in ("tq", "tk", "heads_q", "window")}
-        constants |= {"CAUSAL": rules["CAUSAL"], "WINDOW": rules["WINDOW"]}
+        if not shape.packed:  # packed lengths may differ much: there the hardware deals out tiles
+            programs = min(tiles, Device.of(device).multiprocessors)
+        arguments |= {name: sizes[name] for name in SIZES} | {"tiles": tiles}
+        constants |= {name: rules[name] for name in ("CAUSAL", "WINDOW", "PACKED")}
+        constants["QUERIES"] = hopper_queries(width)
     else:
         kernel = (FORWARD, "attention_fwd")
         arguments |= sizes | _strides("q", q) | _strides("k", k) | _strides("v", v)
@@ -171,7 +187,6 @@ def fwd(
             "ALIGNED": shape.aligned,
             "PRECISION": _precision(shape),
         }
-    programs = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
     runtime.launch(OP, kernel, programs, device, config, arguments, constants)
     if not shape.polar:
         return out, lse
@@ -257,6 +272,9 @@ class _Backward:
             buffer = self._float(self.heads * self.width, self.padded).zero_()
             dk, dv = self._dkdv(buffer)
             dq = self._finish(buffer)
+        elif self.config.get("HOPPER"):
+            dk, dv = self._hopper_dkdv()
+            dq = self._hopper_dq()
         else:
             dk, dv = self._dkdv(None)
             dq = self._dq()
@@ -276,12 +294,10 @@ class _Backward:
         """Gs, row statistics, and the first partial sums of the parameter gradients."""
         shape = self.shape
         tiles = self.padded // ROW_TILE
-        rows = (1, self.heads * self.padded)
-        operand = (self.heads * self.padded, shape.head_dim)
-        self.lam, self.e0 = self._float(*rows), self._float(*rows)
-        self.e1 = self._float(*rows) if shape.polar else None
-        self.rate = self._float(*rows) if shape.polar else None
-        self.by_pairs = self._float(*rows) if shape.null_value else None
+        rows = self.heads * self.padded
+        operand = (rows, shape.head_dim)
+        self.rows = self._float(VECTORS if shape.polar else SOFTMAX_VECTORS, rows)
+        self.by_pairs = self._float(rows) if shape.null_value else None
         self.gs = empty(operand, dtype=shape.dtype, device=self.device)
         self.q_rows = None  # a padded copy, where tiles of q could meet another sequence
         if shape.packed:
@@ -304,14 +320,12 @@ class _Backward:
             **_null_arguments(self.null),
             "q_rows": self.q_rows,
             "gs": self.gs,
-            "rate_rows": self.rate,
-            "lam_rows": self.lam,
-            "e0_rows": self.e0,
-            "e1_rows": self.e1,
+            "vectors": self.rows,
             "by_pairs": self.by_pairs,
             "sums": self.sums,
             "partials": shape.batch * tiles,
             "padded": self.padded,
+            "row_stride": rows,
             "scale": shape.scale,
             "group": shape.group,
             **_strides("q", self.q),
@@ -325,7 +339,7 @@ class _Backward:
         constants = {
             **self.constants,
             "NULL_VALUE": shape.null_value,
-            "STEP": 16,
+            "STEP": max(8, min(64, STEP_NUMBERS // self.width)),
             "ALIGNED": all(map(aligned, (self.q, d_out))),
             "EPS": EPS,
         }
@@ -348,17 +362,15 @@ class _Backward:
             }
         arguments = {
             **operands,
-            "rate_rows": self.rate,
-            "lam_rows": self.lam,
-            "e0_rows": self.e0,
-            "e1_rows": self.e1,
+            "vectors": self.rows,
             **_strides("q", self.q),
             **_strides("k", self.k),
             **_strides("v", self.v),
             "padded": self.padded,
+            "row_stride": self.heads * self.padded,
             "group": self.shape.group,
             "scale": self.shape.scale,
-            **self.lengths,
+            **{name: self.lengths[name] for name in SIZES},
         }
         constants = {
             **self.constants,
@@ -379,9 +391,7 @@ class _Backward:
         dv = empty(self.v.shape, dtype=shape.dtype, device=self.device)
         arguments, constants = self._pair_kernel(m, n, config.num_stages)
         if constants["TMA"]:
-            for name in ("rate_rows", "lam_rows", "e0_rows", "e1_rows"):
-                if arguments[name] is not None:
-                    arguments[name] = runtime.matrix_tiles(arguments[name], 1, m)
+            arguments["vectors"] = runtime.matrix_tiles(self.rows, 1, m)
         # The interpreter has descriptors but no bulk additions.
         reduce = constants["TMA"] and Device.of(self.device).capability > 0
         dq: Any = buffer
@@ -407,6 +417,8 @@ class _Backward:
             "dq_out": dq,
             "sums": self.sums_dq,
             "partials": shape.batch * tiles,
+            "n_keys": self.lengths["n_keys"],
+            "stride_nb": self.lengths["stride_nb"],
         }
         half = Config.make(
             BLOCK_M=m, BLOCK_N=n, num_warps=config["DQ_WARPS"], num_stages=stages,
@@ -414,6 +426,75 @@ class _Backward:
         )  # fmt: skip
         constants["NULL_VALUE"] = shape.null_value
         self._launch("attention_bwd_dq", tiles * self.heads, arguments, constants, half)
+        return dq
+
+    def _hopper(
+        self,
+        name: str,
+        programs: int,
+        operands: dict[str, Any],
+        arguments: dict[str, Any],
+        constants: dict[str, Any],
+    ) -> None:
+        """Launch a kernel of `hopper_bwd`; `operands` are (tensor, rows of a tile)."""
+        shape = self.shape
+        descriptors = {}
+        for operand, (x, rows) in operands.items():
+            tiles = runtime.head_tiles if x.ndim == 4 else runtime.matrix_tiles
+            descriptors[operand] = tiles(x, rows, self.width, gluon=True)
+        sizes = {size: self.lengths[size] for size in SIZES}
+        scalars = {"group": shape.group, "padded": self.padded, "scale": shape.scale}
+        rules = ("POLAR", "CAUSAL", "WINDOW", "PACKED", "WIDTH", "BLOCK_D")
+        constants |= {rule: self.constants[rule] for rule in rules}
+        arguments = {**descriptors, **arguments, **sizes, **scalars}
+        kernel = (BACKWARD_HOPPER, name)
+        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+
+    def _hopper_dkdv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, m, n = self.shape, self.config["BLOCK_M"], self.config["BLOCK_N"]
+        dk = empty(self.k.shape, dtype=shape.dtype, device=self.device)
+        dv = empty(self.v.shape, dtype=shape.dtype, device=self.device)
+        operands = {
+            "q": (self.q if self.q_rows is None else self.q_rows, m),
+            "gs": (self.gs, m),
+            "k": (self.k, HOPPER_ROWS),
+            "v": (self.v, HOPPER_ROWS),
+        }
+        arguments = {
+            "rows": runtime.matrix_tiles(self.rows, 1, m, gluon=True),
+            "dk_out": dk,
+            "dv_out": dv,
+        }
+        constants = {"BLOCK_M": m, "STAGES": self.config.num_stages}
+        programs = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
+        self._hopper("attention_bwd_dkdv", programs, operands, arguments, constants)
+        return dk, dv
+
+    def _hopper_dq(self) -> torch.Tensor:
+        shape, m, n = self.shape, self.config["DQ_M"], self.config["DQ_N"]
+        tiles = _tiles(shape, shape.tq, m)
+        dq = self._dq_outputs(tiles * (m // HOPPER_ROWS))  # each consumer has sums of its own
+        operands = {
+            "q": (self.q, HOPPER_ROWS),
+            "gs": (self.gs, HOPPER_ROWS),
+            "k": (self.k, n),
+            "v": (self.v, n),
+        }
+        arguments = {
+            "rows": self.rows,
+            "by_pairs": self.by_pairs,
+            **self._gains(),
+            "dq_out": dq,
+            "sums": self.sums_dq,
+            "partials": shape.batch * tiles,
+            "row_stride": self.heads * self.padded,
+        }
+        constants = {
+            "NULL_VALUE": shape.null_value,
+            "BLOCK_N": n,
+            "STAGES": self.config["DQ_STAGES"],
+        }
+        self._hopper("attention_bwd_dq", tiles * self.heads, operands, arguments, constants)
         return dq
 
     def _finish(self, buffer: torch.Tensor) -> torch.Tensor:

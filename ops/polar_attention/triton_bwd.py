@@ -6,17 +6,17 @@ every pair gives u = 2^(rate·q·k − lam), the real weight, and g = u·(Gs·v 
 
     dq = t·scale·Σ_j g·k        dk = scale·Σ_i t·g·q        dv = Σ_i u·Gs
 
-    prepare    per row: Gs, rate, −lam/rate, e0, e1, and partial sums of the parameter gradients
+    prepare    per row: Gs, −lam, e0, e1, rate and their products, and partial sums of the
+               parameter gradients
     dkdv       keys stay, queries stream, in transposed tiles [N, M]: dk and dv in registers, summed
                over the query heads of the group; SINGLE also adds its part of dq to a buffer
     dq         queries stay, keys stream: no atomics (the other half of the split form)
     finish     the buffer of SINGLE → dq, and the length-gain partial sums
     parameters partial sums → parameter gradients, in fixed order
 
-−lam/rate and e0 are the initial values of the accumulators of q·k and Gs·v: the additions are free,
-and these two row vectors are dead before the products start. (Folding rate into q would save two
-multiplications a pair, but rounds q anew: a row of few keys then misses its log-sum by more than 16
-bits allow.)
+−lam and e0 are added behind the products: as the initial value of an accumulator the first would be
+−lam/rate, and t may be 0. (Folding rate into q would save two multiplications a pair, but rounds q
+anew: a row of few keys then misses its log-sum by more than 16 bits allow.)
 
 Rows live in a padded layout (B·Hq, padded) where each sequence starts at a multiple of ROW_TILE and
 owns whole tiles; rows that do not exist hold Gs = 0 and −lam = −inf, hence u = 0: no loop masks
@@ -29,30 +29,45 @@ another's result, which Triton 3.4 to 3.7 miscompiles on Hopper.
 import triton
 import triton.language as tl
 
-from ..common import LN2, count_tiles, key_bounds, key_range, load_tile, place_tile
+from ..common import (
+    LN2,
+    LOG2E,
+    count_tiles,
+    key_bounds,
+    key_range,
+    load_tile,
+    place_tile,
+    row_bounds,
+)
 from .triton_bwd_rows import (
+    E0,
+    E1,
+    HIGH,
+    MINUS_LAM,
     PAIR_SCALARS,
+    RATE,
+    RATE_E0,
+    RATE_E1,
     load_padded,
     load_query,
-    load_rows,
+    load_vector,
     row_base,
-    safe_rate,
     store_dq,
 )
 
 RUNTIME = (
     "tq", "tk", "heads_q", "group", "sequences", "window", "partials",
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
-    "stride_vb", "stride_vt", "stride_vh", "stride_nb", "padded", "scale",
+    "stride_vb", "stride_vt", "stride_vh", "stride_nb", "padded", "row_stride", "scale",
 )  # fmt: skip
 VIEWS = ("q", "k", "v")  # ALIGNED says what holds of their addresses
 
 
 @triton.jit
 def _pairs_by_key(
-    dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
-    batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, begin, end, factor,
-    padded, stride_nb, stride_qb, stride_qt, stride_qh,
+    dk, dv, key, value, q, gs, vectors, dq,
+    batch, head_k, group, heads_q, base, tq, tk, key0, window, begin, end, scale,
+    padded, row_stride, stride_qb, stride_qt, stride_qh,
     POLAR: tl.constexpr, SINGLE: tl.constexpr, REDUCE: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -72,31 +87,36 @@ def _pairs_by_key(
             PACKED, TMA, ALIGNED,
         )  # fmt: skip
         grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
-        minus_lam = load_rows(lam_rows, row, BLOCK_M, TMA)  # [M]
-        e0 = load_rows(e0_rows, row, BLOCK_M, TMA)
+        minus_lam = load_vector(vectors, MINUS_LAM, row, row_stride, BLOCK_M, TMA)  # [M]
         if POLAR:
-            e1 = load_rows(e1_rows, row, BLOCK_M, TMA)
-            rate = load_rows(rate_rows, row, BLOCK_M, TMA)
-        score = tl.broadcast_to(minus_lam[None, :], [BLOCK_N, BLOCK_M])
-        score = tl.dot(key, query.T, score, input_precision=PRECISION)  # [N, M]
-        du = tl.broadcast_to(e0[None, :], [BLOCK_N, BLOCK_M])
-        du = tl.dot(value, grad.T, du, input_precision=PRECISION)  # [N, M]
-        if POLAR:
-            u = tl.exp2(score * rate[None, :])
+            rate = load_vector(vectors, RATE, row, row_stride, BLOCK_M, TMA)
+            rate_e0 = load_vector(vectors, RATE_E0, row, row_stride, BLOCK_M, TMA)
+            rate_e1 = load_vector(vectors, RATE_E1, row, row_stride, BLOCK_M, TMA)
         else:
-            u = tl.exp2(score * factor)
+            e0 = load_vector(vectors, E0, row, row_stride, BLOCK_M, TMA)
+        if N_KEYS:
+            past = load_vector(vectors, HIGH, row, row_stride, BLOCK_M, TMA)
+        score = tl.dot(key, query.T, input_precision=PRECISION)  # [N, M]
+        du = tl.dot(value, grad.T, input_precision=PRECISION)  # [N, M]
+        if POLAR:
+            score = score * rate[None, :]
+        else:
+            score = score * (scale * LOG2E)
+        u = tl.exp2(score + minus_lam[None, :])
         if MASKED:
             rows = row0 + tl.arange(0, BLOCK_M)  # [M]
             keys = key0 + tl.arange(0, BLOCK_N)  # [N]
-            seen_by = n_keys
+            low, high = key_range(rows, tq, tk, rows, window, CAUSAL, False, WINDOW)
             if N_KEYS:
-                seen_by = n_keys + batch * stride_nb + first_row
-            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+                high = past.to(tl.int32, bitcast=True)
+                low = tl.maximum(high - window, 0) if WINDOW else low * 0
             seen = (keys[:, None] >= low[None, :]) & (keys[:, None] < high[None, :])
             u = tl.where(seen, u, 0.0)
         dv = tl.dot(u.to(grad.dtype), grad, dv, input_precision=PRECISION)  # [N, D]
         if POLAR:
-            du = (du - e1[None, :] * u) * rate[None, :]
+            du = du * rate[None, :] + (rate_e0[None, :] - rate_e1[None, :] * u)
+        else:
+            du += e0[None, :]
         g = (u * du).to(query.dtype)
         dk = tl.dot(g, query, dk, input_precision=PRECISION)  # [N, D]
         if SINGLE:
@@ -114,13 +134,13 @@ def _pairs_by_key(
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
 def attention_bwd_dkdv(
-    q, k, v, gs, rate_rows, lam_rows, e0_rows, e1_rows, n_keys, cu_q, cu_k, dk_out, dv_out, dq,
+    q, k, v, gs, vectors, cu_q, cu_k, dk_out, dv_out, dq,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
     window: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
-    stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
+    padded: tl.int64, row_stride: tl.int64, scale: tl.float32,
     POLAR: tl.constexpr, SINGLE: tl.constexpr, REDUCE: tl.constexpr, CAUSAL: tl.constexpr,
     N_KEYS: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -134,7 +154,7 @@ def attention_bwd_dkdv(
     batch_head = pid // tiles
     batch = (batch_head // heads_k).to(tl.int64)
     head_k = (batch_head % heads_k).to(tl.int64)
-    sequence, tile, first_key, tk, first_row, tq = place_tile(
+    sequence, tile, first_key, tk, _, tq = place_tile(
         pid % tiles, total_k, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
     )
     key0 = tile * BLOCK_N
@@ -156,37 +176,9 @@ def attention_bwd_dkdv(
         key = tl.where((keys < tk)[:, None], key, 0.0)
         value = tl.where((keys < tk)[:, None], value, 0.0)
 
-    # Rows that see a key of this tile: [begin, end); those that see all of it: [whole, whole_end).
-    # All in steps of BLOCK_M.
-    key1 = tl.minimum(key0 + BLOCK_N, tk) - 1
-    begin = tl.zeros([], tl.int32)
-    end = tq
-    whole = begin
-    whole_end = tq
-    if N_KEYS:
-        whole = tq
-    elif CAUSAL:
-        shift = tk - tq
-        begin = tl.maximum(key0 - shift, 0) // BLOCK_M * BLOCK_M
-        whole = tl.maximum(key1 - shift, 0)
-        if WINDOW:
-            end = tl.minimum(tq, key1 + window - shift)
-            whole_end = tl.minimum(tq, key0 + window - shift)
-    elif WINDOW:
-        end = tl.where(key1 >= tk - window, tq, 0)
-        whole = tl.where(key0 >= tk - window, 0, tq)
-    if key0 + BLOCK_N > tk:  # keys past the end must be masked in every row
-        whole = tq
-    end = begin + tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M) * BLOCK_M
-    whole = begin + tl.cdiv(tl.maximum(whole - begin, 0), BLOCK_M) * BLOCK_M
-    whole = tl.minimum(whole, end)
-    if WINDOW:
-        whole_end = begin + tl.maximum(whole_end - begin, 0) // BLOCK_M * BLOCK_M
-        whole_end = tl.minimum(tl.maximum(whole_end, whole), end)
-    else:
-        whole_end = end
-
-    factor = safe_rate(1.0, scale)  # of every row, without a length gain
+    begin, whole, whole_end, end = row_bounds(
+        key0, tq, tk, window, CAUSAL, N_KEYS, WINDOW, True, BLOCK_M, BLOCK_N
+    )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for part in tl.static_range(3):  # rows that see the tile in part, whole, and in part again
@@ -194,9 +186,9 @@ def attention_bwd_dkdv(
             first = begin if part == 0 else (whole if part == 1 else whole_end)
             last = whole if part == 0 else (whole_end if part == 1 else end)
             dk, dv = _pairs_by_key(
-                dk, dv, key, value, q, gs, rate_rows, lam_rows, e0_rows, e1_rows, dq, n_keys,
-                batch, head_k, group, heads_q, first_row, base, tq, tk, key0, window, first, last,
-                factor, padded, stride_nb, stride_qb, stride_qt, stride_qh,
+                dk, dv, key, value, q, gs, vectors, dq,
+                batch, head_k, group, heads_q, base, tq, tk, key0, window, first, last,
+                scale, padded, row_stride, stride_qb, stride_qt, stride_qh,
                 POLAR, SINGLE, REDUCE, part != 1, CAUSAL, N_KEYS, WINDOW, PACKED, WIDTH,
                 BLOCK_M, BLOCK_N, BLOCK_D, TMA, ALIGNED, PRECISION, STAGES,
             )  # fmt: skip
@@ -235,16 +227,15 @@ def _pairs_by_query(
         if MASKED and RAGGED:
             key = tl.where((keys < end)[:, None], key, 0.0)
             value = tl.where((keys < end)[:, None], value, 0.0)
-        score = tl.broadcast_to(minus_lam[:, None], [BLOCK_M, BLOCK_N])
-        score = tl.dot(query, key.T, score, input_precision=PRECISION)  # [M, N]
-        du = tl.broadcast_to(e0[:, None], [BLOCK_M, BLOCK_N])
-        du = tl.dot(grad, value.T, du, input_precision=PRECISION)  # [M, N]
-        u = tl.exp2(score * rate[:, None])
+        score = tl.dot(query, key.T, input_precision=PRECISION)  # [M, N]
+        du = tl.dot(grad, value.T, input_precision=PRECISION)  # [M, N]
+        u = tl.exp2(score * rate[:, None] + minus_lam[:, None])
         if MASKED:
             seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
             u = tl.where(seen, u, 0.0)
+        du += e0[:, None]
         if POLAR:
-            du = du - e1[:, None] * u
+            du -= e1[:, None] * u
         g = u * du
         if NULL_VALUE:
             if wanted:
@@ -255,15 +246,14 @@ def _pairs_by_query(
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
 def attention_bwd_dq(
-    q, k, v, gs, rate_rows, lam_rows, e0_rows, e1_rows, by_pairs,
-    null_base, null_slope, length_gain,
-    n_keys, cu_q, cu_k, dq_out, sums,
+    q, k, v, gs, vectors, by_pairs, null_base, null_slope, length_gain, n_keys, cu_q, cu_k,
+    dq_out, sums,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
     window: tl.int32, partials: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
-    stride_nb: tl.int64, padded: tl.int64, scale: tl.float32,
+    stride_nb: tl.int64, padded: tl.int64, row_stride: tl.int64, scale: tl.float32,
     POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -308,18 +298,18 @@ def attention_bwd_dq(
         PACKED, TMA, ALIGNED,
     )  # fmt: skip
     grad = load_padded(gs, row, WIDTH, BLOCK_M, BLOCK_D, TMA)  # [M, D]
-    minus_lam = load_rows(lam_rows, row, BLOCK_M, False)
-    e0 = load_rows(e0_rows, row, BLOCK_M, False)
+    minus_lam = load_vector(vectors, MINUS_LAM, row, row_stride, BLOCK_M, False)
+    e0 = load_vector(vectors, E0, row, row_stride, BLOCK_M, False)
+    rate = tl.zeros([BLOCK_M], tl.float32) + scale * LOG2E
     e1 = e0
-    rate = safe_rate(1.0, scale) + e0 * 0.0
     if POLAR:
-        e1 = load_rows(e1_rows, row, BLOCK_M, False)
-        rate = load_rows(rate_rows, row, BLOCK_M, False)
+        rate = load_vector(vectors, RATE, row, row_stride, BLOCK_M, False)
+        e1 = load_vector(vectors, E1, row, row_stride, BLOCK_M, False)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pairs = tl.zeros([BLOCK_M], tl.float32)
     wanted = False
     if NULL_VALUE:
-        of_pairs = load_rows(by_pairs, row, BLOCK_M, False)
+        of_pairs = tl.load(by_pairs + row + tl.arange(0, BLOCK_M))
         wanted = tl.max(of_pairs, 0) > 0.0
     for part in tl.static_range(3):  # left edge, whole tiles, right edge
         if part > 0 or WINDOW:

@@ -1,6 +1,6 @@
 """Backward kernels over rows: everything that is linear in T (see `triton_bwd` for the whole).
 
-prepare    Gs, rate, −lam/rate, e0, e1 of each row, and partial sums of the parameter gradients
+prepare    Gs, −lam, e0, rate, e1 of each row, and partial sums of the parameter gradients
 finish     the buffer of the single-pass form → dq, and its partial sums
 parameters partial sums → parameter gradients, in fixed order
 """
@@ -14,7 +14,7 @@ RUNTIME = (
     "tq", "tk", "heads_q", "group", "sequences", "window", "partials",
     "stride_qb", "stride_qt", "stride_qh", "stride_vb", "stride_vt", "stride_vh",
     "stride_gb", "stride_gt", "stride_gh", "stride_cb", "stride_ct", "stride_ch", "stride_nb",
-    "padded", "scale",
+    "padded", "row_stride", "scale",
 )  # fmt: skip
 VIEWS = ("q", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
 
@@ -22,27 +22,43 @@ ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded
 PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
 PARTIAL_SCALARS = tl.constexpr(4)  # of prepare: those and the magnitude gain; then D of the value
 
+# What the matrix `vectors` holds of each padded row. Softmax mode has the first three; those from
+# W_REAL on are notes of prepare to itself.
+MINUS_LAM = tl.constexpr(0)  # −lam in base 2; −inf for rows that have no key or do not exist
+E0 = tl.constexpr(1)
+HIGH = tl.constexpr(2)  # with n_keys: one past the last key seen, the bits of an int32
+RATE = tl.constexpr(3)  # t·scale·log₂e
+E1 = tl.constexpr(4)
+RATE_E0 = tl.constexpr(5)  # the products that dkdv takes
+RATE_E1 = tl.constexpr(6)
+W_REAL = tl.constexpr(7)
+W_NULL = tl.constexpr(8)
+D_LOG_MASS = tl.constexpr(9)
+D_NULL = tl.constexpr(10)
+
 
 @triton.jit
 def row_base(cu_q, sequence, PACKED: tl.constexpr):
     """Where the rows of a sequence start in the padded layout."""
-    base = tl.zeros([], tl.int32)
+    base = sequence * 0
     if PACKED:
         base = (tl.load(cu_q + sequence) // ROW_TILE + sequence) * ROW_TILE
     return base
 
 
 @triton.jit
-def load_rows(x, row, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """ROWS values of a row statistic from `row` on.
+def load_vector(
+    vectors, WHICH: tl.constexpr, row, row_stride, ROWS: tl.constexpr, TMA: tl.constexpr
+):
+    """ROWS values of one of the row vectors from `row` on.
 
-    With TMA, `x` is a descriptor: the copy lands in shared memory, from where each thread reads
-    the columns it holds. By pointers the same is one 4-byte copy a value and thread.
+    With TMA, `vectors` is a descriptor: the copy lands in shared memory, from where each thread
+    reads the columns it holds. By pointers the same is one 4-byte copy a value and thread.
     """
     if TMA:
-        values = x.load([0, row.to(tl.int32)]).reshape([ROWS])
+        values = vectors.load([WHICH, row.to(tl.int32)]).reshape([ROWS])
     else:
-        values = tl.load(x + row + tl.arange(0, ROWS))
+        values = tl.load(vectors + WHICH * row_stride + row + tl.arange(0, ROWS))
     return values
 
 
@@ -77,10 +93,12 @@ def load_query(
 
 
 @triton.jit
-def safe_rate(t, scale):
-    """t·scale·log₂e, kept from zero so that −lam/rate exists; at 1e-20 it weighs keys alike."""
-    rate = t * (scale * LOG2E)
-    return tl.where(tl.abs(rate) < 1e-20, 1e-20, rate)
+def load_chosen(x, rows, chosen, stride_t, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    """Any rows of one head in fp32, [len(rows), COLS]; zeros where not chosen and past WIDTH."""
+    cols = tl.arange(0, COLS)
+    at = rows.to(tl.int64)[:, None] * stride_t + cols[None, :]
+    mask = chosen[:, None] & (cols < WIDTH)[None, :]
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -116,9 +134,9 @@ def store_dq(
 def attention_bwd_prepare(
     q, v, d_out, d_count, out, lse, n_eff, rho,
     null_value, null_base, null_slope, length_gain, magnitude_gain, n_keys, cu_q, cu_k,
-    q_rows, gs, rate_rows, lam_rows, e0_rows, e1_rows, by_pairs, sums,
+    q_rows, gs, vectors, by_pairs, sums,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
-    window: tl.int32, partials: tl.int32, padded: tl.int64,
+    window: tl.int32, partials: tl.int32, padded: tl.int64, row_stride: tl.int64,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64,
@@ -156,49 +174,84 @@ def attention_bwd_prepare(
     if NULL_VALUE:
         value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
         value = value.to(tl.float32)
-    sum_base = tl.zeros([STEP], tl.float32)
-    sum_slope = tl.zeros([STEP], tl.float32)
-    sum_length = tl.zeros([STEP], tl.float32)
-    sum_magnitude = tl.zeros([STEP], tl.float32)
+    # First all that takes no sum over D, a row a thread; the loop below would do it once for each
+    # thread that holds a part of the row. What it needs of this, it finds in `vectors`.
+    rows = row0 + tl.arange(0, ROW_TILE)  # [R]
+    live = (rows < tq) & (padding == 0)
+    position = first_row + rows.to(tl.int64)
+    at_row = batch_head.to(tl.int64) * total + position
+    at_tile = vectors + base + rows
+    lam = tl.load(lse + at_row, mask=live, other=float("-inf"))
+    keyless = lam == float("-inf")
+    tl.store(at_tile + MINUS_LAM * row_stride, tl.where(keyless, float("-inf"), -lam * LOG2E))
+    low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+    if N_KEYS:
+        tl.store(at_tile + HIGH * row_stride, high.to(tl.float32, bitcast=True))
+    if POLAR:
+        length = tl.maximum(high - low, 1).to(tl.float32)
+        log_n = tl.log(length)
+        log_n1 = tl.sqrt(tl.log(length + 1.0))
+        t = 1.0 + gain_n * log_n
+        nu = bias + slope_n * log_n1
+        any_one = tl.max((live & (high - low == 1)).to(tl.int32), 0) > 0
+        effective = tl.load(n_eff + at_row, mask=live, other=1.0)
+        gap = (lam - t * nu) * LOG2E
+        w_real = 1.0 / (1.0 + tl.exp2(-gap))
+        w_null = 1.0 / (1.0 + tl.exp2(gap))
+        mass = tl.where(keyless, 0.0, effective * w_real)
+        log_mass = log1p(mass)
+        decay = tl.exp(-2.0 * tl.abs(gain_m * log_mass))
+        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))  # 1 − tanh², without cancelling
+        at_count = batch * stride_cb + position * stride_ct + head * stride_ch
+        d_amount = tl.load(d_count + at_count, mask=live, other=0.0).to(tl.float32)
+        d_log_mass = mass * (d_amount * gain_m * slope / (1.0 + mass))  # mass·dLoss/d mass
+        e1 = 2.0 * d_log_mass * effective
+        rate = t * (scale * LOG2E)
+        tl.store(at_tile + RATE * row_stride, rate)
+        tl.store(at_tile + E1 * row_stride, e1)
+        tl.store(at_tile + RATE_E1 * row_stride, rate * e1)
+        tl.store(at_tile + W_REAL * row_stride, w_real)
+        tl.store(at_tile + W_NULL * row_stride, w_null)
+        tl.store(at_tile + D_LOG_MASS * row_stride, d_log_mass)
+        sum_magnitude = tl.sum(d_amount * slope * log_mass, 0)
+    tl.debug_barrier()
+
     sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
-    # A tile without rows has nothing to write: what follows it belongs to the next sequence.
+    # A tile without rows has nothing to write.
     end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
     for first in tl.range(row0, end, STEP):
-        rows = first + tl.arange(0, STEP)  # [S]
-        inside = rows < tq
-        live = inside & (padding == 0)
-        position = first_row + rows.to(tl.int64)
-        at_row = batch_head.to(tl.int64) * total + position
-        at_out = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-        mask = live[:, None] & (cols < WIDTH)[None, :]
+        some = first + tl.arange(0, STEP)  # [S]
+        exists = (some < tq) & (padding == 0)
+        place = first_row + some.to(tl.int64)
+        at_vector = vectors + base + some
+        at_out = ((batch * total + place) * heads_q + head)[:, None] * WIDTH + cols[None, :]
+        mask = exists[:, None] & (cols < WIDTH)[None, :]
         c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
         stop = first_row + tl.where(padding, 0, tq)
         dc = load_tile(
             d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
             WIDTH, STEP, BLOCK_D, False, ALIGNED,
         ).to(tl.float32)  # fmt: skip
-        lam = tl.load(lse + at_row, mask=live, other=float("-inf"))
-        keyless = lam == float("-inf")
+        no_key = tl.load(at_vector + MINUS_LAM * row_stride) == float("-inf")
         along = tl.sum(dc * c, 1)  # [S]
         if POLAR:
-            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
-            length = tl.maximum(high - low, 1).to(tl.float32)
-            log_n = tl.log(length)
-            log_n1 = tl.sqrt(tl.log(length + 1.0))
-            t = 1.0 + gain_n * log_n
-            nu = bias + slope_n * log_n1
-            effective = tl.load(n_eff + at_row, mask=live, other=1.0)
-            norm = tl.load(rho + at_row, mask=live, other=1.0)
-            gap = (lam - t * nu) * LOG2E
-            w_real = 1.0 / (1.0 + tl.exp2(-gap))
-            w_null = 1.0 / (1.0 + tl.exp2(gap))
-            mass = tl.where(keyless, 0.0, effective * w_real)
-            log_mass = log1p(mass)
-            decay = tl.exp(-2.0 * tl.abs(gain_m * log_mass))
-            slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))  # 1 − tanh², without cancelling
-            at_count = batch * stride_cb + position * stride_ct + head * stride_ch
-            d_amount = tl.load(d_count + at_count, mask=live, other=0.0).to(tl.float32)
-            d_mass = d_amount * gain_m * slope / (1.0 + mass)
+            of_real = tl.load(at_vector + W_REAL * row_stride)
+            of_null = tl.load(at_vector + W_NULL * row_stride)
+            of_mass = tl.load(at_vector + D_LOG_MASS * row_stride)
+            norm = tl.load(rho + batch_head.to(tl.int64) * total + place, mask=exists, other=1.0)
+            head_v = v + batch * stride_vb + (head // group) * stride_vh
+            if NULL_VALUE:
+                if any_one:  # with its only value at hand, c need not be the rounded one
+                    first_seen, past = key_range(
+                        some, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW
+                    )
+                    one = exists & (past - first_seen == 1)
+                    only = load_chosen(
+                        head_v, first_key + first_seen, one, stride_vt, WIDTH, BLOCK_D
+                    )
+                    s = of_real[:, None] * only + of_null[:, None] * value[None, :]
+                    c = tl.where(one[:, None], s / tl.maximum(norm, EPS)[:, None], c)
+                    along = tl.sum(dc * c, 1)
 
             clamped = norm <= EPS
             # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
@@ -207,48 +260,45 @@ def attention_bwd_prepare(
             share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
             d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
             kappa = tl.where(clamped, along, 0.0)
-            e0 = d_mass * mass * (3.0 - w_real) - w_real * kappa
-            e1 = 2.0 * d_mass * mass * effective
-            d_null = -w_null * (d_mass * mass + kappa)
-            cancels = rows < 0
+            e0 = of_mass * (3.0 - of_real) - of_real * kappa
+            d_null = -of_null * (of_mass + kappa)
+            cancels = some < 0
             if NULL_VALUE:
                 # Where the null makes up most of s, d_s·value cancels down to the rounding of c;
                 # the dq kernel forms d_null of such a row as minus the sum over its pairs.
-                cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
-                tl.store(by_pairs + base + rows, tl.where(cancels & (keyless == 0), 1.0, 0.0))
-                d_null += w_null * tl.sum(d_s * value[None, :], 1)
+                cancels = of_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
+                left = cancels & (no_key == 0)
+                tl.store(by_pairs + base + some, tl.where(left, 1.0, 0.0))
+                d_null += of_null * tl.sum(d_s * value[None, :], 1)
                 d_null = tl.where(cancels, 0.0, d_null)
-                sum_value += tl.where(live[:, None], w_null[:, None] * d_s, 0.0)
-            d_null = tl.where(keyless, 0.0, d_null)
-            sum_base += d_null * t
-            sum_slope += d_null * t * log_n1
-            sum_length += d_null * nu * log_n
-            sum_magnitude += d_amount * slope * log_mass
-            grad = w_real[:, None] * d_s
-            one = live & (high - low == 1) & (cancels == 0)
-            if tl.max(one.to(tl.int32), 0) > 0:
-                # A row's score gradients and d_null add up to nothing. With one key that leaves
-                # −d_null for it, which Gs·v + e0 − e1 would reach as a difference of large terms.
-                at_v = v + batch * stride_vb + (head // group) * stride_vh
-                at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
-                only = tl.load(at_v, mask=one[:, None] & (cols < WIDTH)[None, :], other=0.0)
+                sum_value += tl.where(exists[:, None], of_null[:, None] * d_s, 0.0)
+            d_null = tl.where(no_key, 0.0, d_null)
+            grad = of_real[:, None] * d_s
+            if any_one:
+                # A row's score gradients and d_null add up to nothing, so that of its only key is
+                # −d_null; where that cancels, it is what Gs·v + e0 − e1 was before Gs is rounded.
+                first_seen, past = key_range(some, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+                one = exists & (past - first_seen == 1)
+                only = load_chosen(head_v, first_key + first_seen, one, stride_vt, WIDTH, BLOCK_D)
                 rounded = grad.to(gs.dtype.element_ty).to(tl.float32)
-                product = tl.sum(rounded * only.to(tl.float32), 1)
-                e0 = tl.where(one, e1 - d_null - product, e0)
-            rate = safe_rate(t, scale)
-            tl.store(rate_rows + base + rows, rate)
-            tl.store(e1_rows + base + rows, tl.where(keyless, 0.0, e1))
+                of_count = tl.load(at_vector + E1 * row_stride)
+                score = -d_null
+                if NULL_VALUE:
+                    score = tl.where(cancels, e0 - of_count + tl.sum(grad * only, 1), score)
+                e0 = tl.where(one, score + of_count - tl.sum(rounded * only, 1), e0)
+            e0 = tl.where(no_key, 0.0, e0)
+            of_rate = tl.load(at_vector + RATE * row_stride)
+            tl.store(at_vector + RATE_E0 * row_stride, of_rate * e0)
+            tl.store(at_vector + D_NULL * row_stride, d_null)
         else:
-            d_lse = tl.load(d_count + at_row, mask=live, other=0.0)
-            e0 = d_lse - along
+            at_lse = batch_head.to(tl.int64) * total + place
+            d_lse = tl.load(d_count + at_lse, mask=exists, other=0.0)
+            e0 = tl.where(no_key, 0.0, d_lse - along)
             grad = dc
-            rate = safe_rate(1.0, scale) + tl.zeros([STEP], tl.float32)
-        tl.store(e0_rows + base + rows, tl.where(keyless, 0.0, e0))
-        minus_lam = tl.where(keyless, float("-inf"), -lam * LOG2E)
-        tl.store(lam_rows + base + rows, minus_lam / rate)
-        grad = tl.where(keyless[:, None], 0.0, grad)
-        at_padded = (base + rows)[:, None] * WIDTH + cols[None, :]
-        wide = (rows >= 0)[:, None] & (cols < WIDTH)[None, :]
+        tl.store(at_vector + E0 * row_stride, e0)
+        grad = tl.where(no_key[:, None], 0.0, grad)
+        at_padded = (base + some)[:, None] * WIDTH + cols[None, :]
+        wide = (some >= 0)[:, None] & (cols < WIDTH)[None, :]
         tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
         if PACKED:
             query = load_tile(
@@ -257,11 +307,13 @@ def attention_bwd_prepare(
             )  # fmt: skip
             tl.store(q_rows + at_padded, query, mask=wide)
     if POLAR:
+        tl.debug_barrier()
+        d_null_rows = tl.load(at_tile + D_NULL * row_stride, mask=live, other=0.0)
         at = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
-        tl.store(at, tl.sum(sum_base, 0))
-        tl.store(at + 1, tl.sum(sum_slope, 0))
-        tl.store(at + 2, tl.sum(sum_length, 0))
-        tl.store(at + 3, tl.sum(sum_magnitude, 0))
+        tl.store(at, tl.sum(d_null_rows * t, 0))
+        tl.store(at + 1, tl.sum(d_null_rows * t * log_n1, 0))
+        tl.store(at + 2, tl.sum(d_null_rows * nu * log_n, 0))
+        tl.store(at + 3, sum_magnitude)
         if NULL_VALUE:
             tl.store(at + PARTIAL_SCALARS + cols, tl.sum(sum_value, 0), mask=cols < WIDTH)
 

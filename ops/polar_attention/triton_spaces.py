@@ -18,11 +18,17 @@ from .op import AttentionShape
 OP = "polar_attention"
 MIN_BLOCK_D = 16
 HOPPER_WIDTHS = (64, 128, 256)  # padded head widths of the Hopper kernels
+HOPPER_WIDTHS_BWD = (64, 128)
 
 
 def block_d(head_dim: int) -> int:
     """Head width padded to the power of two that tiles have."""
     return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+def hopper_queries(width: int) -> int:
+    """Query tiles that a program of the Hopper forward holds: the next one comes early."""
+    return 2 if width <= 128 else 1
 
 
 class Bucket(NamedTuple):
@@ -35,7 +41,7 @@ class Bucket(NamedTuple):
         null_value: whether there is a null value.
         windowed: whether a window hides keys.
         deterministic: whether atomics are forbidden.
-        plain: dense, not empty, addressable by bulk copies: what the Hopper kernels want.
+        plain: without n_keys, not empty, addressable by bulk copies: what the Hopper kernels want.
     """
 
     size: int
@@ -56,9 +62,7 @@ def bucket(shape: AttentionShape) -> Key:
         null_value=shape.null_value,
         windowed=windowed(shape),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        plain=shape.aligned
-        and not (shape.packed or shape.has_n_keys)
-        and min(shape.batch, shape.tq, shape.tk) > 0,
+        plain=shape.aligned and not shape.has_n_keys and min(shape.batch, shape.tq, shape.tk) > 0,
     )
 
 
@@ -85,13 +89,23 @@ def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
     shared = size * width * (m + 2 * n * config.num_stages)
     warps = config.num_warps
     if config.get("HOPPER"):
-        if device.capability != 90:
-            return f"is written for sm_90, this is {device.arch}"
-        if not Bucket(*key).plain or width not in HOPPER_WIDTHS:
-            return "serves dense calls on aligned tensors with heads padded to 64, 128 or 256"
+        reason = _not_hopper(key, device, HOPPER_WIDTHS)
+        if reason is not None:
+            return reason
         warps = m // 16
+        shared += size * width * m * (hopper_queries(width) - 1)
     registers = m * (width + n) // (32 * warps)
     return _limits(config, key, device, shared, registers, most=192)
+
+
+def _not_hopper(key: Key, device: Device, widths: tuple[int, ...]) -> str | None:
+    """None, or why the Gluon kernels cannot run."""
+    if device.capability != 90:
+        return f"is written for sm_90, this is {device.arch}"
+    if not Bucket(*key).plain or Bucket(*key).width not in widths:
+        names = ", ".join(map(str, widths))
+        return f"serves aligned tensors, without n_keys, with heads padded to {names}"
+    return None
 
 
 def _limits(
@@ -172,7 +186,9 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
         return "does not form the row sums that the gradient of a strong null needs"
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     single = config["SINGLE"]
-    if single and m < 64 <= width and device.capability == 90:
+    if config.get("HOPPER"):
+        return _fits_hopper_bwd(config, key, device)
+    if single and min(m, width) < 64 and device.capability == 90:
         # Seen with Triton 3.6 (memcheck); fp32 has no wgmma tiles at all for the same reason.
         return "its product for dq, by wgmma on a computed tile this narrow, leaves shared memory"
     shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
@@ -185,6 +201,21 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     shared = size * width * 2 * (m + n * stages)
     registers = m * (width + 2 * n) // (32 * config["DQ_WARPS"])
     return _limits(config, key, device, shared, registers, most=224)
+
+
+def _fits_hopper_bwd(config: Config, key: Key, device: Device) -> str | None:
+    reason = _not_hopper(key, device, HOPPER_WIDTHS_BWD)
+    if reason is not None:
+        return reason
+    size, width = key[:2]
+    m, n, stages = config["BLOCK_M"], config["BLOCK_N"], config.num_stages
+    shared = size * width * 2 * (n + m * stages) + 16 * m * stages
+    reason = _limits(config, key, device, shared, n * (width + m) // 128, most=192)
+    if reason is not None:
+        return reason
+    m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
+    shared = size * width * 2 * (m + n * stages)
+    return _limits(config, key, device, shared, m * (width + 2 * n) // 256, most=192)
 
 
 def _default_bwd(key: Key, device: Device) -> Config:
@@ -208,13 +239,23 @@ def _split(dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half:
     )  # fmt: skip
 
 
+def _hopper_split(m: int, stages: int, dq_n: int, dq_stages: int) -> Config:
+    """A config of `hopper_bwd`: both kernels have two consumers of 64 rows or keys each."""
+    return Config.make(
+        4, stages, "wgmma", BLOCK_M=m, BLOCK_N=128, SINGLE=0, HALF=1, HOPPER=1,
+        DQ_M=128, DQ_N=dq_n, DQ_WARPS=4, DQ_STAGES=dq_stages,
+    )  # fmt: skip
+
+
+_HOPPER_64 = _hopper_split(128, 2, 128, 3)
+_HOPPER_128 = _hopper_split(64, 2, 128, 2)
 _BWD_64 = _split((64, 64, 4, 4), (64, 64, 4, 3))
 _BWD_128 = _split((64, 64, 4, 2), (128, 64, 8, 3))
 _BWD_256 = _split((32, 64, 8, 2), (64, 64, 8, 2))
 _BWD_SMALL = _split((32, 64, 4, 2), (64, 32, 4, 2))
 _PREFERRED_BWD = {
-    64: (_BWD_64, _BWD_SMALL),
-    128: (_BWD_128, _BWD_SMALL),
+    64: (_HOPPER_64, _BWD_64, _BWD_SMALL),
+    128: (_HOPPER_128, _BWD_128, _BWD_SMALL),
     256: (_BWD_256,),
 }
 
@@ -223,6 +264,10 @@ SPACE_BWD = Space(
     pass_="bwd",
     backend="triton",
     configs=(
+        _HOPPER_64,
+        _HOPPER_128,
+        _hopper_split(64, 3, 64, 3),
+        _hopper_split(64, 4, 64, 4),
         _BWD_64,
         _BWD_128,
         _BWD_256,

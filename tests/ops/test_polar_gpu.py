@@ -17,6 +17,8 @@ import torch
 
 from fastweights import ops, reference
 from fastweights.autotune import Config, Device, Space, use_config, verify
+from fastweights.autotune.compile import target_device
+from fastweights.autotune.space import assume_device
 from fastweights.ops.polar_attention import triton as backend
 from helpers import contracts, inputs, oracle, polar
 from helpers.polar import RULES, SOFTMAX_RULES, Case
@@ -60,21 +62,28 @@ def fits(space: Space, config: Config, d: int, dtype: str, device: torch.device)
     return config in fitting(space, case, DTYPES[dtype], device)
 
 
+def fitted(space: Space, config: Config, device: torch.device) -> set[tuple[int, str]]:
+    pairs = itertools.product(WIDTHS, NAMES)
+    return {(w, dtype) for w, dtype in pairs if fits(space, config, w, dtype, device)}
+
+
 def _share(space: Space, d: int, dtype: str, device: torch.device) -> list[Config]:
     """The configs to run at this width in this dtype.
 
     fp32 runs all that fit. Of the 16-bit types each takes every other width of a config, so that
-    each config meets both types and every width it fits, without the full product.
+    each config meets both types and every width it fits, without the full product. Where that
+    leaves none of those that fit, the first of them runs.
     """
-    share = []
+    share, able = [], []
     for i, config in enumerate(space.configs):
         widths = [w for w in WIDTHS if fits(space, config, w, dtype, device)]
         if d not in widths:
             continue
+        able.append(config)
         turn = (i + widths.index(d) + NAMES.index(dtype)) % 2 == 0
         if dtype == "fp32" or len(widths) == 1 or turn:
             share.append(config)
-    return share
+    return share or able[:1]
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -103,19 +112,17 @@ def test_every_config(pass_: str, d: int, dtype: str, device: torch.device) -> N
 
 
 def test_every_config_meets_every_dtype_and_width(device: torch.device) -> None:
-    """The shares above leave nothing out."""
+    """The shares above leave nothing out, and none of them is empty."""
+    elsewhere = target_device("sm_80" if Device.of(device).capability == 90 else "sm_90")
     for space in (backend.SPACE_FWD, backend.SPACE_BWD):
+        for w, dtype in itertools.product(WIDTHS, NAMES):
+            assert _share(space, w, dtype, device), f"{space.pass_} D={w} {dtype}"
         for config in space.configs:
-            able = {
-                (w, dtype)
-                for w in WIDTHS
-                for dtype in NAMES
-                if fits(space, config, w, dtype, device)
-            }
-            if not able and config.get("HOPPER"):
-                continue  # written for sm_90 alone
+            able = fitted(space, config, device)
+            if not able:  # Hopper's own, or what is refused there
+                with assume_device(elsewhere):
+                    assert fitted(space, config, device), f"{config.name} fits no width"
             met = {(w, t) for w, t in able if config in _share(space, w, t, device)}
-            assert met, f"{config.name} fits no width"
             for part in (0, 1):
                 assert {x[part] for x in met} == {x[part] for x in able}, config.name
 
@@ -133,11 +140,26 @@ def test_rules(index: int, device: torch.device) -> None:
     case = ALL_RULES[index].for_form(single)
     with oracle.collected() as failures:
         for sized in (case, case.longer(5)):
+            if single:  # on sm_90 for no smaller width
+                sized = sized.but(d=64)
             config = first(sized, dtype, device, single)
             truth = oracle.Oracle(sized.reference, sized.arguments, dtype, device)
             with use_config(backend.SPACE_BWD, config):
                 report = truth.measure(sized.on_triton).report()
             failures += [f"{sized.name} {config.name} {line}" for line in report]
+
+
+@pytest.mark.parametrize("index", range(len(ALL_RULES)), ids=[case.name for case in ALL_RULES])
+def test_rules_at_common_widths(index: int, device: torch.device) -> None:
+    """Each rule at the widths that Hopper kernels serve, by the default configs in 16 bits."""
+    dtype = (BF16, torch.float16)[index % 2]
+    with oracle.collected() as failures:
+        for d in (64, 128):
+            case = ALL_RULES[index].longer(5).but(d=d)
+            if not case.measurable(dtype):
+                continue
+            truth = oracle.Oracle(case.reference, case.arguments, dtype, device)
+            failures += [f"{case.name} {x}" for x in truth.measure(case.on_triton).report()]
 
 
 @pytest.mark.parametrize("null_base", [-20.0, 6.0, 10.0])

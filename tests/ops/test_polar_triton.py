@@ -217,6 +217,44 @@ def test_rows_of_one_key_among_rows_of_none() -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("null_base", [-2.0, 2.0, 6.0])
+def test_row_of_one_key_keeps_a_small_gradient(null_base: float) -> None:
+    """Where Gs·v cancels to a fiftieth, the roundings of c and Gs do not show in dq."""
+    case = Case(tq=1, hq=1, hk=1, null_base=null_base, layout="contiguous")
+    arguments = contracts.leaves(case.arguments(0, torch.float16, CPU))
+    exact = {name: x.detach().double().requires_grad_() for name, x in arguments.items()}
+    upstream = 64 * inputs.normal((1, 1, 1, 32), inputs.generator(1, CPU), torch.float64)
+    upstream.requires_grad_()
+    direction = case.reference(**exact)[0]
+    (dq,) = torch.autograd.grad(direction, exact["q"], upstream, create_graph=True)
+    score = (dq * exact["k"]).sum()  # up to a factor the score's gradient, linear in upstream
+    (weights,) = torch.autograd.grad(score, upstream)
+    upstream = upstream.detach()
+    upstream -= 0.98 * weights * (upstream * weights).sum() / weights.square().sum()
+    upstream = upstream.half()
+    direction = case.reference(**exact)[0]
+    (truth,) = torch.autograd.grad(direction, exact["q"], upstream.double())
+    (got,) = torch.autograd.grad(case.on_triton(**arguments)[0], arguments["q"], upstream)
+    error = float((got.double() - truth).norm() / truth.norm())
+    assert error < 1e-3, f"{error:.1e}"
+
+
+def test_rows_with_t_zero() -> None:
+    """Each key then weighs the same."""
+    tokens = torch.arange(2.0, 99.0)
+    gain = -1 / tokens.log()
+    n = int(tokens[1 + gain * tokens.log() == 0][0])
+    case = Case(tq=1, tk=n)
+    arguments = case.arguments(0, torch.float32, CPU)
+    arguments["length_gain"] = torch.full((2,), float(gain[n - 2]))
+    with small_tiles(case, torch.float32, single=0):
+        got = contracts.forward_backward(case.on_triton, arguments)
+    expected = contracts.forward_backward(case.reference, arguments)
+    assert not got["d q"].any()
+    for name in ("out0", "out1", "d k", "d v", "d null_value", "d null_base", "d null_slope"):
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_a_strided_last_dimension_is_not_aligned() -> None:
     """It is copied, and a copy 100 wide strides by 200 bytes: no wide loads, no descriptors."""
     every_other = torch.zeros(1, 16, 2, 200, dtype=torch.float16)[..., ::2]
