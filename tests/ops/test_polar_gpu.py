@@ -154,8 +154,8 @@ def test_rules_at_common_widths(index: int, device: torch.device) -> None:
     """Each rule at the widths that Hopper kernels serve, by the default configs in 16 bits."""
     dtype = (BF16, torch.float16)[index % 2]
     with oracle.collected() as failures:
-        for d in (64, 128):
-            case = ALL_RULES[index].longer(5).but(d=d)
+        for d, times in itertools.product((64, 128), (1, 5)):
+            case = ALL_RULES[index].longer(times).but(d=d)
             if not case.measurable(dtype):
                 continue
             truth = oracle.Oracle(case.reference, case.arguments, dtype, device)
