@@ -3,7 +3,8 @@
 `fastweights autotune compile --target sm_90 polar_attention` compiles every config of an
 op for that target in parallel processes, reads registers, stack, shared memory and the kind of
 matrix instruction, and fails if a config does not compile, does not fit into a block, spills, does
-not use the matrix instruction that it states, or has its wgmma run one by one.
+not use the matrix instruction that it states, or holds a fault that only the machine code shows
+(`sass`).
 
 An op takes part by a function `compile_cases(target, quick)` in its `tuning.py`, which returns a
 list of `CompileCase`; the function that builds a launch's signature builds theirs too. Nothing
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import sass
 from .space import Config, Device
 
 
@@ -160,6 +162,7 @@ class Report:
         shared_bytes: dynamic shared memory of a block.
         matrix: "wgmma", "tcgen05" (Blackwell), "mma", or "fma" where there is none of them.
         serial: True if somewhere each wgmma is waited for before the next one starts.
+        unset: wgmma whose matrix descriptor a path through the kernel leaves unset.
         blocks_per_sm: blocks that fit on one multiprocessor at a time.
         seconds: time taken; short where Triton's own cache holds the result.
         error: None, or why it did not compile (the numbers are 0 then).
@@ -170,6 +173,7 @@ class Report:
     shared_bytes: int = 0
     matrix: str = "fma"
     serial: bool = False
+    unset: int = 0
     blocks_per_sm: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -204,7 +208,7 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
             target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32),
             options=options,
         )
-        registers, stack, serial = _resources(compiled.asm["cubin"])
+        registers, stack, code = _disassembled(compiled.asm["cubin"])
     except Exception as error:
         message = " ".join(str(error).split())[-300:]
         seconds = time.perf_counter() - start
@@ -213,7 +217,8 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
     shared = compiled.metadata.shared
     blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
     matrix = _matrix(compiled.asm["ptx"])
-    return Report(registers, stack, shared, matrix, serial, blocks, seconds)
+    serial, unset = sass.serial_wgmma(code), len(sass.unset_descriptors(code))
+    return Report(registers, stack, shared, matrix, serial, unset, blocks, seconds)
 
 
 def _source_type(kernel: Any) -> Any:
@@ -238,8 +243,8 @@ def _kernel(source: KernelSource) -> Any:
     return kernel
 
 
-def _resources(cubin: bytes) -> tuple[int, int, bool]:
-    """Registers, stack bytes and `serial` of the one kernel in a cubin."""
+def _disassembled(cubin: bytes) -> tuple[int, int, str]:
+    """Registers, stack bytes and machine code of the one kernel in a cubin."""
     import triton
 
     tools = triton.knobs.nvidia
@@ -256,20 +261,7 @@ def _resources(cubin: bytes) -> tuple[int, int, bool]:
     registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
     if registers is None or stack is None:
         raise ValueError(f"no resource usage in the output of cuobjdump: {usage!r}")
-    return int(registers[1]), int(stack[1]), serial_wgmma(code)
-
-
-def serial_wgmma(code: str) -> bool:
-    """Whether ptxas gave up on asynchronous wgmma in a stretch of machine code between labels.
-
-    It then puts a WARPGROUP.ARRIVE before and a WARPGROUP.DEPBAR behind each HGMMA; a healthy loop
-    has one pair for a whole product, 4 HGMMA or more. Shorter products tell nothing.
-    """
-    for stretch in re.split(r"^\.\w+:", code, flags=re.MULTILINE):
-        products = len(re.findall(r"\bHGMMA\.", stretch))
-        if products >= 4 and len(re.findall(r"\bWARPGROUP\.", stretch)) >= 1.2 * products:
-            return True
-    return False
+    return int(registers[1]), int(stack[1]), code
 
 
 def _matrix(ptx: str) -> str:
@@ -305,6 +297,8 @@ def problem(case: CompileCase, report: Report, target: str, max_stack: int = 0) 
         return f"uses {report.matrix}, the config states {expected}"
     if report.serial:
         return "its wgmma run one by one"
+    if report.unset:
+        return f"{report.unset} wgmma read a descriptor that a path leaves unset"
     return None
 
 

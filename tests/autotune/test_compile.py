@@ -127,14 +127,6 @@ def test_wgmma_that_run_one_by_one_are_seen(reports):
     assert serial == {"too wide for wgmma"}
 
 
-def test_one_serial_stretch_is_enough_and_short_products_tell_nothing():
-    one = "WARPGROUP.ARRIVE ; HGMMA.64x64x16.F32 R4 ; WARPGROUP.DEPBAR.LE ;\n"
-    healthy = "WARPGROUP.ARRIVE ;\n" + 8 * "HGMMA.64x64x16.F32 R4 ;\n" + "WARPGROUP.DEPBAR.LE ;\n"
-    assert not report_.serial_wgmma(healthy + ".L_x_1:\n" + healthy)
-    assert report_.serial_wgmma(healthy + ".L_x_1:\n" + 4 * one + ".L_x_2:\n" + healthy)
-    assert not report_.serial_wgmma(healthy + ".L_x_1:\n" + 2 * one)
-
-
 def test_a_kernel_that_does_not_compile_reports_the_error(reports):
     report = reports["broken"]
     assert "power of 2" in report.error
@@ -187,6 +179,7 @@ def test_problem_passes_a_good_report():
         (changed(matrix="mma"), "sm_90", "uses mma, the config states wgmma"),
         (changed(stack_bytes=8), "sm_90", "8 bytes of stack, allowed 0"),
         (changed(serial=True), "sm_90", "its wgmma run one by one"),
+        (changed(unset=2), "sm_90", "2 wgmma read a descriptor that a path leaves unset"),
         (changed(shared_bytes=228 << 10), "sm_90", "bytes of shared memory"),
         (changed(shared_bytes=100 << 10, matrix="mma"), "sm_89", "bytes of shared memory"),
     ],
