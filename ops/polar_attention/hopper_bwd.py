@@ -9,6 +9,9 @@
            consumer 0, 1         64 rows each, [rows, keys]: S, dP, then dq += g·k
 
     full [STAGES]  completed by the copies      free [STAGES]  all consumers
+    own_full, own_free [BUFFERS]                the same of the tile that stays
+
+As in the forward, one program a multiprocessor serves tile after tile.
 
 In a transposed tile the row vectors lie along the columns, so that a thread wants sixteen or more
 values of each where the other orientation wants two. They stay in shared memory and are read where
@@ -31,7 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import LN2, LOG2E, count_tiles, key_bounds, key_range, place_tile, row_bounds
-from .hopper_common import CONSUMERS, ROWS, clear_rows, store_rows
+from .hopper_common import (
+    CONSUMERS,
+    ROWS,
+    clear_rows,
+    draw,
+    new_barriers,
+    new_turns,
+    opaque,
+    store_rows,
+    take,
+)
 from .triton_bwd_rows import (
     E0,
     E1,
@@ -45,7 +58,7 @@ from .triton_bwd_rows import (
 
 RUNTIME = (
     "tq", "tk", "heads_q", "group", "sequences", "window", "partials", "padded", "row_stride",
-    "scale",
+    "tiles", "scale",
 )  # fmt: skip
 
 KEYS = ROWS  # of one consumer, in dkdv
@@ -60,63 +73,100 @@ def _part(plan, PART: gl.constexpr):
     return first, last
 
 
+# ---- dk and dv ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _place_keys(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
+    """Where a key tile lies: batch, head, its first key inside the sequence, first key of the
+    sequence and first of its padded rows, how many rows and keys it has.
+    """
+    tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
+    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    heads_k = heads_q // group
+    key_tiles = count_tiles(tk, sequences, BLOCK_N, PACKED)
+    batch = number // key_tiles // heads_k
+    head_k = number // key_tiles % heads_k
+    # The causal keys that most rows see come first.
+    sequence, tile, first_key, keys, first_row, rows = place_tile(
+        number % key_tiles, tk, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
+    )
+    key0 = tile * BLOCK_N
+    rows = gl.where(key0 < keys, rows, 0)  # a tile past the keys of its sequence has no steps
+    return batch, head_k, key0, first_key, row_base(cu_q, sequence, PACKED), rows, keys
+
+
 @gluon.jit
 def _copy_vector(rows, vector: gl.constexpr, row, ready, tile):
     tma.async_copy_global_to_shared(rows, [vector, row], ready, tile)
 
 
 @gluon.jit
-def _produce(
-    q, k, v, gs, rows, tiles, place, plan,
-    POLAR: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+def _produce_rows(
+    q, k, v, gs, rows, buffers, turns, sizes, cu_q, cu_k,
+    POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tiles, gs_tiles, row_tiles, keys_full, full, free = tiles
-    batch, head_k, group, heads_q, key0, first_key, base, padded = place
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
+    all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
     VECTORS: gl.constexpr = 4 if POLAR else 2
-    mbarrier.expect(keys_full, 2 * CONSUMERS * KEYS * BLOCK_D * 2)
-    for who in gl.static_range(CONSUMERS):
-        at = [batch, head_k, first_key + key0 + who * KEYS, 0]
-        tma.async_copy_global_to_shared(k, at, keys_full, k_tile.index(who))
-        tma.async_copy_global_to_shared(v, at, keys_full, v_tile.index(who))
-    i = key0 * 0
-    for part in gl.static_range(3):
-        if part < 2 or WINDOW:
-            first, last = _part(plan, part)
-            steps = gl.maximum(last - first, 0) // BLOCK_M
-            for step in range(steps * group):
-                row0 = first + step % steps * BLOCK_M
-                head = head_k * group + step // steps
-                row = (batch * heads_q + head) * padded + base + row0
-                stage = i % STAGES
-                mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-                ready = full.index(stage)
-                mbarrier.expect(ready, 2 * BLOCK_M * BLOCK_D * 2 + VECTORS * BLOCK_M * 4)
-                if PACKED:  # q is its padded copy: no tile meets another sequence
-                    tma.async_copy_global_to_shared(q, [row, 0], ready, q_tiles.index(stage))
-                else:
-                    at = [batch, head, row0, 0]
-                    tma.async_copy_global_to_shared(q, at, ready, q_tiles.index(stage))
-                tma.async_copy_global_to_shared(gs, [row, 0], ready, gs_tiles.index(stage))
-                to = stage * VECTORS
-                _copy_vector(rows, MINUS_LAM, row, ready, row_tiles.index(to))
-                if POLAR:
-                    _copy_vector(rows, RATE, row, ready, row_tiles.index(to + 1))
-                    _copy_vector(rows, RATE_E0, row, ready, row_tiles.index(to + 2))
-                    _copy_vector(rows, RATE_E1, row, ready, row_tiles.index(to + 3))
-                else:
-                    _copy_vector(rows, E0, row, ready, row_tiles.index(to + 1))
-                i += 1
+    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    i = all_rows * 0
+    n = all_rows * 0
+    number = gl.program_id(0)
+    while number < tiles:
+        after = draw(turns, n)
+        batch, head_k, key0, first_key, base, tq, tk = _place_keys(
+            number, sizes, cu_q, cu_k, PACKED
+        )
+        plan = row_bounds(key0, tq, tk, window, CAUSAL, False, WINDOW, False, BLOCK_M, BLOCK_N)
+        own = n % BUFFERS
+        mbarrier.wait(own_free.index(own), ((n // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(own_full.index(own), 2 * BLOCK_N * BLOCK_D * 2)
+        for who in gl.static_range(CONSUMERS):
+            at = [batch, head_k, first_key + key0 + who * KEYS, 0]
+            mine = own * CONSUMERS + who
+            tma.async_copy_global_to_shared(k, at, own_full.index(own), k_tiles.index(mine))
+            tma.async_copy_global_to_shared(v, at, own_full.index(own), v_tiles.index(mine))
+        for part in gl.static_range(3):
+            if part < 2 or WINDOW:
+                first, last = _part(plan, part)
+                steps = gl.maximum(last - first, 0) // BLOCK_M
+                for step in range(steps * group):
+                    row0 = first + step % steps * BLOCK_M
+                    head = head_k * group + step // steps
+                    row = (batch * heads_q + head) * padded + base + row0
+                    stage = i % STAGES
+                    mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+                    ready = full.index(stage)
+                    mbarrier.expect(ready, 2 * BLOCK_M * BLOCK_D * 2 + VECTORS * BLOCK_M * 4)
+                    if PACKED:  # q is its padded copy: no tile meets another sequence
+                        tma.async_copy_global_to_shared(q, [row, 0], ready, q_tiles.index(stage))
+                    else:
+                        from_q = [batch, head, row0, 0]
+                        tma.async_copy_global_to_shared(q, from_q, ready, q_tiles.index(stage))
+                    tma.async_copy_global_to_shared(gs, [row, 0], ready, gs_tiles.index(stage))
+                    to = stage * VECTORS
+                    _copy_vector(rows, MINUS_LAM, row, ready, row_tiles.index(to))
+                    if POLAR:
+                        _copy_vector(rows, RATE, row, ready, row_tiles.index(to + 1))
+                        _copy_vector(rows, RATE_E0, row, ready, row_tiles.index(to + 2))
+                        _copy_vector(rows, RATE_E1, row, ready, row_tiles.index(to + 3))
+                    else:
+                        _copy_vector(rows, E0, row, ready, row_tiles.index(to + 1))
+                    i += 1
+        number = after
+        n += 1
 
 
 @gluon.jit
 def _consume_step(
-    i, dk, dv, tiles, key, value, factor, row0, keys, tq, tk, window,
+    i, dk, dv, buffers, key, value, factor, row0, keys, tq, tk, window,
     POLAR: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tiles, gs_tiles, row_tiles, keys_full, full, free = tiles
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
     VECTORS: gl.constexpr = 4 if POLAR else 2
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     stage = i % STAGES
@@ -163,163 +213,202 @@ def _consume_step(
 
 
 @gluon.jit
-def _consume(
-    WHO: gl.constexpr, tiles, results, place, sizes, plan,
-    POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+def _consume_rows(
+    WHO: gl.constexpr, buffers, turns, results, sizes, scale, cu_q, cu_k,
+    POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tiles, gs_tiles, row_tiles, keys_full, full, free = tiles
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
     dk_out, dv_out = results
-    batch, head_k, group, heads_q, key0, first_key, base, padded = place
-    tq, tk, total_k, window, scale = sizes
+    all_rows, total, heads_q, group, sequences, window, padded, tiles = sizes
+    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    keys = key0 + WHO * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    key = k_tile.index(WHO).reshape([KEYS, BLOCK_D])
-    value = v_tile.index(WHO).reshape([KEYS, BLOCK_D])
-    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
-    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
-    mbarrier.wait(keys_full, 0)
-    i = key0 * 0
-    for part in gl.static_range(3):
-        if part < 2 or WINDOW:
-            first, last = _part(plan, part)
-            steps = gl.maximum(last - first, 0) // BLOCK_M
-            for step in range(steps * group):
-                row0 = first + step % steps * BLOCK_M
-                dk, dv = _consume_step(
-                    i, dk, dv, tiles, key, value, scale * LOG2E, row0, keys, tq, tk, window,
-                    POLAR, part != 1, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, STAGES,
-                    S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
-                i += 1
     heads_k = heads_q // group
-    first = key0 + WHO * KEYS
-    at = ((batch.to(gl.int64) * total_k + first_key + first) * heads_k + head_k) * WIDTH
-    dk = dk * (LN2 if POLAR else scale)
-    store_rows(key, dk, dk_out, at, heads_k * WIDTH, tk - first, WIDTH, KEYS, BLOCK_D)
-    store_rows(value, dv, dv_out, at, heads_k * WIDTH, tk - first, WIDTH, KEYS, BLOCK_D)
+    i = total * 0
+    n = total * 0
+    number = gl.program_id(0)
+    while number < tiles:
+        batch, head_k, key0, first_key, base, tq, tk = _place_keys(
+            number, sizes, cu_q, cu_k, PACKED
+        )
+        plan = row_bounds(key0, tq, tk, window, CAUSAL, False, WINDOW, False, BLOCK_M, BLOCK_N)
+        own = n % BUFFERS
+        keys = key0 + WHO * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+        mine = own * CONSUMERS + WHO
+        dk = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
+        dv = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
+        mbarrier.wait(own_full.index(own), (n // BUFFERS) & 1)
+        for part in gl.static_range(3):
+            if part < 2 or WINDOW:
+                first, last = _part(plan, part)
+                steps = gl.maximum(last - first, 0) // BLOCK_M
+                here = opaque(mine)
+                key = k_tiles.index(here).reshape([KEYS, BLOCK_D])
+                value = v_tiles.index(here).reshape([KEYS, BLOCK_D])
+                for step in range(steps * group):
+                    row0 = first + step % steps * BLOCK_M
+                    dk, dv = _consume_step(
+                        i, dk, dv, buffers, key, value, scale * LOG2E, row0, keys, tq, tk, window,
+                        POLAR, part != 1, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, STAGES,
+                        S_LAYOUT, O_LAYOUT,
+                    )  # fmt: skip
+                    i += 1
+        first_mine = key0 + WHO * KEYS
+        at = ((batch.to(gl.int64) * total + first_key + first_mine) * heads_k + head_k) * WIDTH
+        left = tk - first_mine
+        dk = dk * (LN2 if POLAR else scale)
+        key_tile = k_tiles.index(mine).reshape([KEYS, BLOCK_D])
+        store_rows(key_tile, dk, dk_out, at, heads_k * WIDTH, left, WIDTH, KEYS, BLOCK_D)
+        value_tile = v_tiles.index(mine).reshape([KEYS, BLOCK_D])
+        store_rows(value_tile, dv, dv_out, at, heads_k * WIDTH, left, WIDTH, KEYS, BLOCK_D)
+        mbarrier.arrive(own_free.index(own), count=1)
+        number = take(turns, n)
+        n += 1
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def attention_bwd_dkdv(
-    q, k, v, gs, rows, cu_q, cu_k, dk_out, dv_out,
+    q, k, v, gs, rows, cu_q, cu_k, counter, dk_out, dv_out,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
-    window: gl.int32, padded: gl.int32, scale: gl.float32,
+    window: gl.int32, padded: gl.int32, tiles: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key tile of one key head."""
-    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    """dk and dv of `tiles` key tiles, one of one key head each."""
     VECTORS: gl.constexpr = 4 if POLAR else 2
-    total_k = tk
-    heads_k = heads_q // group
-    key_tiles = count_tiles(total_k, sequences, BLOCK_N, PACKED)
-    pid = gl.program_id(0)
-    batch = pid // key_tiles // heads_k
-    head_k = pid // key_tiles % heads_k
-    # The causal keys that most rows see start first.
-    sequence, tile, first_key, tk, _, tq = place_tile(
-        pid % key_tiles, total_k, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
-    )
-    key0 = tile * BLOCK_N
-    tq = gl.where(key0 < tk, tq, 0)  # a tile past the keys of its sequence has no steps
-    plan = row_bounds(key0, tq, tk, window, CAUSAL, False, WINDOW, False, BLOCK_M, BLOCK_N)
-
-    k_tile = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, KEYS, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, KEYS, BLOCK_D], v.layout)
+    OWN: gl.constexpr = BUFFERS * CONSUMERS
+    k_tiles = gl.allocate_shared_memory(k.dtype, [OWN, 1, 1, KEYS, BLOCK_D], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [OWN, 1, 1, KEYS, BLOCK_D], v.layout)
     if PACKED:
         q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_M, BLOCK_D], q.layout)
     else:
         q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
     gs_tiles = gl.allocate_shared_memory(gs.dtype, [STAGES, BLOCK_M, BLOCK_D], gs.layout)
     row_tiles = gl.allocate_shared_memory(rows.dtype, [STAGES * VECTORS, 1, BLOCK_M], rows.layout)
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(keys_full, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=CONSUMERS)
+    own_full, own_free = new_barriers(BUFFERS)
+    full, free = new_barriers(STAGES)
 
-    tiles = (k_tile, v_tile, q_tiles, gs_tiles, row_tiles, keys_full, full, free)
+    buffers = (k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free)
+    turns = new_turns(counter)
     results = (dk_out, dv_out)
-    place = (
-        batch, head_k, group, heads_q, key0, first_key, row_base(cu_q, sequence, PACKED), padded,
-    )  # fmt: skip
-    sizes = (tq, tk, total_k, window, scale)
+    sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles)
     # Written out: a tuple with compile-time values has to stand in the call itself.
     gl.warp_specialize(
         [
-            (_consume, (
-                0, tiles, results, place, sizes, plan,
-                POLAR, CAUSAL, WINDOW, WIDTH, BLOCK_M, BLOCK_D, STAGES,
+            (_consume_rows, (
+                0, buffers, turns, results, sizes, scale, cu_q, cu_k,
+                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
             )),
-            (_consume, (
-                1, tiles, results, place, sizes, plan,
-                POLAR, CAUSAL, WINDOW, WIDTH, BLOCK_M, BLOCK_D, STAGES,
+            (_consume_rows, (
+                1, buffers, turns, results, sizes, scale, cu_q, cu_k,
+                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
             )),
-            (_produce, (
-                q, k, v, gs, rows, tiles, place, plan,
-                POLAR, WINDOW, PACKED, BLOCK_M, BLOCK_D, STAGES,
+            (_produce_rows, (
+                q, k, v, gs, rows, buffers, turns, sizes, cu_q, cu_k,
+                POLAR, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
 
 
+# ---- dq -----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _place_rows(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
+    """Where a query tile lies: batch, head, its first row inside the sequence, first row and first
+    key of the sequence, its first row in the padded layout, how many rows and keys the sequence
+    has, whether it is one (not padding), and the slot of the tile's partial sums.
+    """
+    tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    row_tiles = count_tiles(tq, sequences, BLOCK_M, PACKED)
+    batch = number // row_tiles // heads_q
+    head = number // row_tiles % heads_q
+    longest_first = row_tiles - 1 - number % row_tiles  # the causal rows with most keys come first
+    sequence, tile, first_row, rows, first_key, keys = place_tile(
+        longest_first, tq, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+    )
+    row0 = tile * BLOCK_M
+    keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
+    rows = gl.where(row0 < rows, rows, 0)
+    at_row = (batch * heads_q + head) * padded + row_base(cu_q, sequence, PACKED) + row0
+    live = sequence < sequences
+    if not PACKED:
+        live = sequence == sequence
+    slot = batch * row_tiles + longest_first
+    return batch, head, row0, first_row, first_key, at_row, rows, keys, live, slot
+
+
 @gluon.jit
 def _produce_keys(
-    q, k, v, gs, tiles, place, plan,
-    WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    q_tile, gs_tile, k_tiles, v_tiles, rows_full, full, free, copied = tiles
-    batch, head, head_k, row0, first_row, first_key, at_row, tk = place
-    mbarrier.expect(rows_full, 2 * CONSUMERS * ROWS * BLOCK_D * 2)
-    for who in gl.static_range(CONSUMERS):
-        at = [batch, head, first_row + row0 + who * ROWS, 0]
-        tma.async_copy_global_to_shared(q, at, rows_full, q_tile.index(who))
-        at = [at_row + who * ROWS, 0]
-        tma.async_copy_global_to_shared(gs, at, rows_full, gs_tile.index(who))
-    i = row0 * 0
-    for part in gl.static_range(3):
-        if part > 0 or WINDOW:
-            first, last = _part(plan, part)
-            for j in range(first, last, BLOCK_N):
-                stage = i % STAGES
-                mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-                where = [batch, head_k, first_key + j, 0]
-                if PACKED and j + BLOCK_N > tk:
-                    # Rows of the next sequence have no weight, but 0·NaN is NaN.
-                    mbarrier.expect(copied, 2 * BLOCK_N * BLOCK_D * 2)
-                    tma.async_copy_global_to_shared(k, where, copied, k_tiles.index(stage))
-                    tma.async_copy_global_to_shared(v, where, copied, v_tiles.index(stage))
-                    mbarrier.wait(copied, 0)
-                    key = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-                    clear_rows(key, tk - j, BLOCK_N, BLOCK_D)
-                    value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-                    clear_rows(value, tk - j, BLOCK_N, BLOCK_D)
-                    mbarrier.arrive(full.index(stage), count=1)
-                else:
-                    mbarrier.expect(full.index(stage), 2 * BLOCK_N * BLOCK_D * 2)
-                    tma.async_copy_global_to_shared(
-                        k, where, full.index(stage), k_tiles.index(stage)
-                    )
-                    tma.async_copy_global_to_shared(
-                        v, where, full.index(stage), v_tiles.index(stage)
-                    )
-                i += 1
+    q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
+    all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    i = all_rows * 0
+    n = all_rows * 0
+    cleared = all_rows * 0
+    number = gl.program_id(0)
+    while number < tiles:
+        after = draw(turns, n)
+        batch, head, row0, first_row, first_key, at_row, tq, tk, live, slot = _place_rows(
+            number, sizes, cu_q, cu_k, PACKED
+        )
+        plan = key_bounds(
+            row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
+        )
+        own = n % BUFFERS
+        mbarrier.wait(own_free.index(own), ((n // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(own_full.index(own), 2 * BLOCK_M * BLOCK_D * 2)
+        for who in gl.static_range(CONSUMERS):
+            mine = own * CONSUMERS + who
+            at = [batch, head, first_row + row0 + who * ROWS, 0]
+            tma.async_copy_global_to_shared(q, at, own_full.index(own), q_tiles.index(mine))
+            at_gs = [at_row + who * ROWS, 0]
+            tma.async_copy_global_to_shared(gs, at_gs, own_full.index(own), gs_tiles.index(mine))
+        for part in gl.static_range(3):
+            if part > 0 or WINDOW:
+                first, last = _part(plan, part)
+                for j in range(first, last, BLOCK_N):
+                    stage = i % STAGES
+                    mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+                    ready = full.index(stage)
+                    where = [batch, head // group, first_key + j, 0]
+                    if PACKED and j + BLOCK_N > tk:
+                        # Rows of the next sequence have no weight, but 0·NaN is NaN.
+                        mbarrier.expect(copied, 2 * BLOCK_N * BLOCK_D * 2)
+                        tma.async_copy_global_to_shared(k, where, copied, k_tiles.index(stage))
+                        tma.async_copy_global_to_shared(v, where, copied, v_tiles.index(stage))
+                        mbarrier.wait(copied, cleared & 1)
+                        clear_rows(k_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
+                        clear_rows(v_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
+                        mbarrier.arrive(ready, count=1)
+                        cleared += 1
+                    else:
+                        mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_D * 2)
+                        tma.async_copy_global_to_shared(k, where, ready, k_tiles.index(stage))
+                        tma.async_copy_global_to_shared(v, where, ready, v_tiles.index(stage))
+                    i += 1
+        number = after
+        n += 1
 
 
 @gluon.jit
 def _consume_keys_step(
-    i, dq, pairs, wanted, tiles, query, grad, vectors, j, low, high,
+    i, dq, pairs, wanted, buffers, query, grad, vectors, j, low, high,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, MASKED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    q_tile, gs_tile, k_tiles, v_tiles, rows_full, full, free, copied = tiles
+    q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
     minus_lam, e0, rate, e1 = vectors
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     stage = i % STAGES
@@ -353,141 +442,138 @@ def _consume_keys_step(
 
 @gluon.jit
 def _consume_keys(
-    WHO: gl.constexpr, tiles, operands, parameters, results, where, sizes, plan,
+    WHO: gl.constexpr, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
+    cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    q_tile, gs_tile, k_tiles, v_tiles, rows_full, full, free, copied = tiles
+    q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
     rows_in, by_pairs = operands
     null_base, null_slope, length_gain = parameters
     dq_out, sums, partials = results
-    batch, head, row0, first_row, at_tile, live, slot = where
-    tq, tk, total, heads_q, window, row_stride, scale = sizes
+    total, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    rows = row0 + WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    low, high = key_range(rows, tq, tk, rows, window, CAUSAL, False, WINDOW)
-    at_row = at_tile + WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    minus_lam = gl.load(rows_in + at_row + MINUS_LAM * row_stride)
-    e0 = gl.load(rows_in + at_row + E0 * row_stride)
-    rate = scale * LOG2E + e0 * 0.0
-    e1 = e0
-    if POLAR:
-        rate = gl.load(rows_in + at_row + RATE * row_stride)
-        e1 = gl.load(rows_in + at_row + E1 * row_stride)
-    wanted = False
-    if NULL_VALUE:
-        of_pairs = gl.load(by_pairs + at_row)
-        wanted = gl.max(of_pairs, 0) > 0.0
-    vectors = (minus_lam, e0, rate, e1)
-    query = q_tile.index(WHO).reshape([ROWS, BLOCK_D])
-    grad = gs_tile.index(WHO)
-    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-    pairs = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    mbarrier.wait(rows_full, 0)
-    i = row0 * 0
-    for part in gl.static_range(3):
-        if part > 0 or WINDOW:
-            first, last = _part(plan, part)
-            for j in range(first, last, BLOCK_N):
-                dq, pairs = _consume_keys_step(
-                    i, dq, pairs, wanted, tiles, query, grad, vectors, j, low, high,
-                    POLAR, NULL_VALUE, part != 1, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
-                i += 1
     R_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    rows = gl.convert_layout(rows, R_LAYOUT)
-    inside = rows < tq
-    dq = dq * gl.convert_layout(rate * LN2, R_LAYOUT)[:, None]
-    if POLAR:
-        # As store_dq of the plain kernel: dt = (q·dq)/t, and d_null of rows left to the pairs.
+    i = total * 0
+    n = total * 0
+    number = gl.program_id(0)
+    while number < tiles:
+        batch, head, row0, first_row, first_key, at_row, tq, tk, live, slot = _place_rows(
+            number, sizes, cu_q, cu_k, PACKED
+        )
+        plan = key_bounds(
+            row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
+        )
+        own = n % BUFFERS
+        rows = row0 + WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         low, high = key_range(rows, tq, tk, rows, window, CAUSAL, False, WINDOW)
-        length = gl.maximum(high - low, 1).to(gl.float32)
-        log_n = gl.log(length)
-        log_n1 = gl.sqrt(gl.log(length + 1.0))
-        t = 1.0 + gl.load(length_gain + head).to(gl.float32) * log_n
-        nu = gl.load(null_base + head).to(gl.float32)
-        nu += gl.load(null_slope + head).to(gl.float32) * log_n1
-        along = gl.sum(query.load(O_LAYOUT).to(gl.float32) * dq, 1)
-        inside = inside & live
-        dt = gl.where(inside & (t != 0.0), along / gl.where(t == 0.0, 1.0, t), 0.0)
-        d_null = along * 0.0
+        at_mine = at_row + WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        minus_lam = gl.load(rows_in + at_mine + MINUS_LAM * row_stride)
+        e0 = gl.load(rows_in + at_mine + E0 * row_stride)
+        rate = scale * LOG2E + e0 * 0.0
+        e1 = e0
+        if POLAR:
+            rate = gl.load(rows_in + at_mine + RATE * row_stride)
+            e1 = gl.load(rows_in + at_mine + E1 * row_stride)
+        wanted = False
         if NULL_VALUE:
-            d_null = gl.where(inside, gl.convert_layout(-pairs * of_pairs, R_LAYOUT), 0.0)
-        at_sums = sums + ((head * partials + slot) * CONSUMERS + WHO) * PAIR_SCALARS
-        gl.store(at_sums, gl.sum(d_null * t, 0))
-        gl.store(at_sums + 1, gl.sum(d_null * t * log_n1, 0))
-        gl.store(at_sums + 2, gl.sum((dt + d_null * nu) * log_n, 0))
-    row = row0 + WHO * ROWS
-    at = ((batch.to(gl.int64) * total + first_row + row) * heads_q + head) * WIDTH
-    store_rows(query, dq, dq_out, at, heads_q * WIDTH, tq - row, WIDTH, ROWS, BLOCK_D)
+            of_pairs = gl.load(by_pairs + at_mine)
+            wanted = gl.max(of_pairs, 0) > 0.0
+        vectors = (minus_lam, e0, rate, e1)
+        mine = own * CONSUMERS + WHO
+        dq = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        pairs = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        mbarrier.wait(own_full.index(own), (n // BUFFERS) & 1)
+        for part in gl.static_range(3):
+            if part > 0 or WINDOW:
+                first, last = _part(plan, part)
+                here = opaque(mine)
+                query = q_tiles.index(here).reshape([ROWS, BLOCK_D])
+                grad = gs_tiles.index(here)
+                for j in range(first, last, BLOCK_N):
+                    dq, pairs = _consume_keys_step(
+                        i, dq, pairs, wanted, buffers, query, grad, vectors, j, low, high,
+                        POLAR, NULL_VALUE, part != 1, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                    )  # fmt: skip
+                    i += 1
+        dq = dq * gl.convert_layout(rate * LN2, R_LAYOUT)[:, None]
+        query_tile = q_tiles.index(mine).reshape([ROWS, BLOCK_D])
+        if POLAR:
+            # As store_dq of the plain kernel: dt = (q·dq)/t, and d_null of rows left to the pairs.
+            rows_out = gl.convert_layout(rows, R_LAYOUT)
+            inside = (rows_out < tq) & live
+            low_out, high_out = key_range(rows_out, tq, tk, rows_out, window, CAUSAL, False, WINDOW)
+            length = gl.maximum(high_out - low_out, 1).to(gl.float32)
+            log_n = gl.log(length)
+            log_n1 = gl.sqrt(gl.log(length + 1.0))
+            t = 1.0 + gl.load(length_gain + head).to(gl.float32) * log_n
+            nu = gl.load(null_base + head).to(gl.float32)
+            nu += gl.load(null_slope + head).to(gl.float32) * log_n1
+            along = gl.sum(query_tile.load(O_LAYOUT).to(gl.float32) * dq, 1)
+            dt = gl.where(inside & (t != 0.0), along / gl.where(t == 0.0, 1.0, t), 0.0)
+            d_null = along * 0.0
+            if NULL_VALUE:
+                d_null = gl.convert_layout(-pairs * of_pairs, R_LAYOUT)
+            d_null = gl.where(inside, d_null, 0.0)
+            at_sums = sums + ((head * partials + slot) * CONSUMERS + WHO) * PAIR_SCALARS
+            gl.store(at_sums, gl.sum(d_null * t, 0))
+            gl.store(at_sums + 1, gl.sum(d_null * t * log_n1, 0))
+            gl.store(at_sums + 2, gl.sum((dt + d_null * nu) * log_n, 0))
+        first_mine = row0 + WHO * ROWS
+        at = ((batch.to(gl.int64) * total + first_row + first_mine) * heads_q + head) * WIDTH
+        left = tq - first_mine
+        store_rows(query_tile, dq, dq_out, at, heads_q * WIDTH, left, WIDTH, ROWS, BLOCK_D)
+        mbarrier.arrive(own_free.index(own), count=1)
+        number = take(turns, n)
+        n += 1
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def attention_bwd_dq(
-    q, k, v, gs, rows, by_pairs, null_base, null_slope, length_gain, cu_q, cu_k, dq_out, sums,
+    q, k, v, gs, rows, by_pairs, null_base, null_slope, length_gain, cu_q, cu_k, counter,
+    dq_out, sums,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
-    window: gl.int32, partials: gl.int32, padded: gl.int32, row_stride: gl.int64,
+    window: gl.int32, partials: gl.int32, padded: gl.int32, row_stride: gl.int64, tiles: gl.int32,
     scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """dq of one query tile of one head, and this tile's parts of three parameter gradients."""
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    total = tq
-    row_tiles = count_tiles(total, sequences, BLOCK_M, PACKED)
-    pid = gl.program_id(0)
-    batch = pid // row_tiles // heads_q
-    head = pid // row_tiles % heads_q
-    longest_first = row_tiles - 1 - pid % row_tiles  # the causal rows with most keys start first
-    sequence, tile, first_row, tq, first_key, tk = place_tile(
-        longest_first, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
-    )
-    row0 = tile * BLOCK_M
-    tk = gl.where(row0 < tq, tk, 0)  # a tile past the rows of its sequence has no steps
-    tq = gl.where(row0 < tq, tq, 0)
-    plan = key_bounds(
-        row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
-    )
-
-    q_tile = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q.layout)
-    gs_tile = gl.allocate_shared_memory(gs.dtype, [CONSUMERS, ROWS, BLOCK_D], gs.layout)
+    """dq of `tiles` query tiles, and each tile's parts of three parameter gradients."""
+    OWN: gl.constexpr = BUFFERS * CONSUMERS
+    q_tiles = gl.allocate_shared_memory(q.dtype, [OWN, 1, 1, ROWS, BLOCK_D], q.layout)
+    gs_tiles = gl.allocate_shared_memory(gs.dtype, [OWN, ROWS, BLOCK_D], gs.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v.layout)
-    rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_full, count=1)
     mbarrier.init(copied, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=CONSUMERS)
+    own_full, own_free = new_barriers(BUFFERS)
+    full, free = new_barriers(STAGES)
 
-    tiles = (q_tile, gs_tile, k_tiles, v_tiles, rows_full, full, free, copied)
+    buffers = (q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied)
+    turns = new_turns(counter)
     operands = (rows, by_pairs)
     parameters = (null_base, null_slope, length_gain)
     results = (dq_out, sums, partials)
-    at_row = (batch * heads_q + head) * padded + row_base(cu_q, sequence, PACKED) + row0
-    live = sequence < sequences
-    if not PACKED:
-        live = sequence == sequence
-    place = (batch, head, head // group, row0, first_row, first_key, at_row, tk)
-    where = (batch, head, row0, first_row, at_row, live, batch * row_tiles + longest_first)
-    sizes = (tq, tk, total, heads_q, window, row_stride, scale)
+    sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles)
     gl.warp_specialize(
         [
             (_consume_keys, (
-                0, tiles, operands, parameters, results, where, sizes, plan,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                0, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
+                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D,
+                STAGES, BUFFERS,
             )),
             (_consume_keys, (
-                1, tiles, operands, parameters, results, where, sizes, plan,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                1, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
+                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D,
+                STAGES, BUFFERS,
             )),
             (_produce_keys, (
-                q, k, v, gs, tiles, place, plan, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES,
+                q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
+                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],

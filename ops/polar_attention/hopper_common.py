@@ -2,40 +2,92 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that multiply; one more warp copies
 ROWS = gl.constexpr(64)  # of the tile of one consumer: the M of a wgmma
 
 
 @gluon.jit
-def count_mine(tiles):
-    """How many of `tiles` tiles this program serves; see `my_tile`."""
-    pid = gl.program_id(0)
-    grid = gl.num_programs(0)
-    rounds = tiles // grid
-    place = gl.where((rounds & 1) == 1, grid - 1 - pid, pid)
-    return rounds + gl.where(place < tiles % grid, 1, 0)
+def opaque(x):
+    """A number that all threads agree on, without the assembler knowing which.
+
+    A tile that several loops multiply is indexed anew with it before each. Where the loops share
+    the matrix descriptors of the tile, the assembler sets their uniform registers before the first
+    loop only, behind the branch that skips it, and the next loop reads them unset.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def my_tile(n):
-    """The n-th tile of this program. Rounds go there and back, lest one gets only the long ones."""
-    pid = gl.program_id(0)
-    grid = gl.num_programs(0)
-    return n * grid + gl.where((n & 1) == 1, grid - 1 - pid, pid)
+def new_barriers(COUNT: gl.constexpr):
+    """COUNT pairs: completed by copies, and by all consumers."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=CONSUMERS)
+    return full, free
+
+
+@gluon.jit
+def new_turns(counter):
+    """What `draw` and `take` share. A program's first tile has its own number; later ones are drawn
+    from `counter`, which starts at 0, so that programs of few or short steps serve more of them.
+    """
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
+    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(drawn.index(slot), count=1)
+        mbarrier.init(taken.index(slot), count=CONSUMERS)
+    return counter, numbers, drawn, taken
+
+
+@gluon.jit
+def draw(turns, n):
+    """In the producer's n-th tile: the number of the tile after it, for the consumers too."""
+    counter, numbers, drawn, taken = turns
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    number = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    slot = n % 2
+    mbarrier.wait(taken.index(slot), ((n // 2) & 1) ^ 1)
+    numbers.index(slot).store(gl.full([1], number, gl.int32, ONE))
+    mbarrier.arrive(drawn.index(slot), count=1)
+    return number
+
+
+@gluon.jit
+def take(turns, n):
+    """At the end of a consumer's n-th tile: the number of the tile after it."""
+    counter, numbers, drawn, taken = turns
+    slot = n % 2
+    mbarrier.wait(drawn.index(slot), (n // 2) & 1)
+    number = gl.max(numbers.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(taken.index(slot), count=1)
+    return number
 
 
 @gluon.jit
 def clear_rows(tile, first, TILE_ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Zero rows `first` … of a tile in shared memory, for wgmma to read; by one warp."""
+    """Zero rows `first` … of a 16-bit tile in shared memory, for wgmma to read; by one warp.
+
+    Swizzled by 128 bytes, the tile is a row of blocks of 64 columns, each a pile of eight-row
+    chunks of 1 KiB.
+    """
     CHUNK: gl.constexpr = 8
-    ACROSS: gl.constexpr = 32 if COLS >= 256 else COLS // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [1, 1], [1, 0])
-    for chunk in gl.static_range(TILE_ROWS // CHUNK):
-        if first < (chunk + 1) * CHUNK:
-            part = tile.slice(chunk * CHUNK, CHUNK, dim=0)
-            rows = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    ACROSS: gl.constexpr = 64
+    CHUNKS: gl.constexpr = TILE_ROWS // CHUNK
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    chunks = tile._reinterpret(tile.dtype, [COLS // ACROSS * CHUNKS, CHUNK, ACROSS], SWIZZLED)
+    for chunk in range(first // CHUNK, CHUNKS):
+        rows = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+        for block in gl.static_range(COLS // ACROSS):
+            part = chunks.index(block * CHUNKS + chunk)
             part.store(gl.where(rows[:, None] < first, part.load(LAYOUT), 0.0))
     fence_async_shared()
 

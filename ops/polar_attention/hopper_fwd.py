@@ -1,18 +1,22 @@
 """Forward kernel for Hopper, in Gluon: the same online softmax with the pipeline written out.
 
-    producer (1 warp)      TMA: q once, then k and v tiles of BLOCK_N keys, STAGES deep
+    producer (1 warp)      TMA: the q of a tile, then its k and v tiles of BLOCK_N keys, STAGES deep
     consumer 0, 1 (4 warps each, 64 rows each)
         step i:  S_i = q·k_iᵀ and acc += P_{i−1}·v_{i−1} start together, so that the tensor cores
                  have the one while S_i is read, and the other consumer's while both exponentiate
 
     k_full, v_full [STAGES]  completed by the copies     k_free, v_free [STAGES]  all consumers
+    q_full, q_free [BUFFERS]                             the same of q
+
+One program a multiprocessor serves tile after tile (`hopper_common.draw`): the next tile's q, and
+its first k and v, arrive while this one's results are formed and stored.
 
 The compiler's own pipeliner waits for each product at once and makes all warps meet for each copy,
 which is what this file is for. Making the consumers take turns, or holding the second wait back
 until the exponentials are through, was measured and gained nothing.
 
-Serves calls without n_keys whose tensors TMA can address. Steps that need masks come
-first: the right edge from full_end on, then the left one; a softmax does not mind the order.
+Serves calls without n_keys whose tensors TMA can address. Steps that need masks come first: the
+right edge from full_end on, then the left one; a softmax does not mind the order.
 """
 
 from triton.experimental import gluon
@@ -25,7 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import LN2, LOG2E, count_tiles, key_bounds, key_range, log1p, place_tile, tanh
-from .hopper_common import CONSUMERS, ROWS, clear_rows, count_mine, my_tile, store_rows
+from .hopper_common import (
+    CONSUMERS,
+    ROWS,
+    clear_rows,
+    draw,
+    new_barriers,
+    new_turns,
+    store_rows,
+    take,
+)
 
 RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "tiles", "scale")
 
@@ -76,9 +89,9 @@ def _place(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q, k, v, buffers, sizes, cu_q, cu_k,
+    q, k, v, buffers, turns, sizes, cu_q, cu_k,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     all_rows, all_keys, heads_q, group, sequences, window, tiles = sizes
@@ -86,15 +99,18 @@ def _produce(
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     i = all_rows * 0
     cleared = all_rows * 0
-    for n in range(count_mine(tiles)):
+    n = all_rows * 0
+    number = gl.program_id(0)
+    while number < tiles:
+        after = draw(turns, n)
         batch, head, row0, first_row, first_key, tq, tk, padding = _place(
-            my_tile(n), sizes, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED
         )
         begin, full_end, right, masked, steps = _steps(
             row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )
-        buffer = n % QUERIES
-        mbarrier.wait(q_free.index(buffer), ((n // QUERIES) & 1) ^ 1)
+        buffer = n % BUFFERS
+        mbarrier.wait(q_free.index(buffer), ((n // BUFFERS) & 1) ^ 1)
         mbarrier.expect(q_full.index(buffer), CONSUMERS * ROWS * BLOCK_D * 2)
         for who in gl.static_range(CONSUMERS):
             tma.async_copy_global_to_shared(
@@ -115,14 +131,15 @@ def _produce(
                 mbarrier.expect(copied, BYTES)
                 tma.async_copy_global_to_shared(v, at, copied, v_tiles.index(stage))
                 mbarrier.wait(copied, cleared & 1)
-                value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-                clear_rows(value, tk - j, BLOCK_N, BLOCK_D)
+                clear_rows(v_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
                 mbarrier.arrive(v_full.index(stage), count=1)
                 cleared += 1
             else:
                 mbarrier.expect(v_full.index(stage), BYTES)
                 tma.async_copy_global_to_shared(v, at, v_full.index(stage), v_tiles.index(stage))
             i += 1
+        number = after
+        n += 1
 
 
 @gluon.jit
@@ -238,10 +255,10 @@ def _consume_step(
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, buffers, parameters, results, sizes, scale, cu_q, cu_k,
+    WHO: gl.constexpr, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, EPS: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     null_value, null_base, null_slope, length_gain, magnitude_gain = parameters
@@ -254,9 +271,11 @@ def _consume(
     R_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     A_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     base = total * 0  # steps of the tiles before
-    for n in range(count_mine(tiles)):
+    n = total * 0
+    number = gl.program_id(0)
+    while number < tiles:
         batch, head, row0, first_row, first_key, tq, tk, padding = _place(
-            my_tile(n), sizes, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED
         )
         plan = _steps(row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         begin, full_end, right, masked, steps = plan
@@ -278,9 +297,9 @@ def _consume(
         l = gl.zeros([ROWS], gl.float32, R_LAYOUT)
         s2 = gl.zeros([ROWS], gl.float32, R_LAYOUT)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-        buffer = n % QUERIES
+        buffer = n % BUFFERS
         q_mine = q_tiles.index(buffer * CONSUMERS + WHO).reshape([ROWS, BLOCK_D])
-        mbarrier.wait(q_full.index(buffer), (n // QUERIES) & 1)
+        mbarrier.wait(q_full.index(buffer), (n // BUFFERS) & 1)
         if steps > 0:
             # The first step has no product of weights and values to start beside its scores.
             stage = base % STAGES
@@ -359,41 +378,33 @@ def _consume(
         store_rows(q_mine, acc, out, at, heads_q * WIDTH, tq - row, WIDTH, ROWS, BLOCK_D)
         mbarrier.arrive(q_free.index(buffer), count=1)
         base += steps
+        number = take(turns, n)
+        n += 1
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def attention_fwd(
-    q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain, cu_q, cu_k,
+    q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain, cu_q, cu_k, counter,
     out, count, lse, n_eff, rho, null_mass,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
     window: gl.int32, tiles: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, EPS: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
     """direction, count and statistics (POLAR), or out and lse, of `tiles` query tiles."""
-    Q_BUFFERS: gl.constexpr = QUERIES * CONSUMERS
+    Q_BUFFERS: gl.constexpr = BUFFERS * CONSUMERS
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS, 1, 1, ROWS, BLOCK_D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(copied, count=1)
-    for buffer in gl.static_range(QUERIES):
-        mbarrier.init(q_full.index(buffer), count=1)
-        mbarrier.init(q_free.index(buffer), count=CONSUMERS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=CONSUMERS)
-        mbarrier.init(v_free.index(stage), count=CONSUMERS)
+    q_full, q_free = new_barriers(BUFFERS)
+    k_full, k_free = new_barriers(STAGES)
+    v_full, v_free = new_barriers(STAGES)
 
     buffers = (q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied)
+    turns = new_turns(counter)
     parameters = (null_value, null_base, null_slope, length_gain, magnitude_gain)
     results = (out, count, lse, n_eff, rho, null_mass)
     sizes = (tq, tk, heads_q, group, sequences, window, tiles)
@@ -401,18 +412,18 @@ def attention_fwd(
     gl.warp_specialize(
         [
             (_consume, (
-                0, buffers, parameters, results, sizes, scale, cu_q, cu_k,
+                0, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
                 POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
-                QUERIES, EPS,
+                BUFFERS, EPS,
             )),
             (_consume, (
-                1, buffers, parameters, results, sizes, scale, cu_q, cu_k,
+                1, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
                 POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
-                QUERIES, EPS,
+                BUFFERS, EPS,
             )),
             (_produce, (
-                q, k, v, buffers, sizes, cu_q, cu_k,
-                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, QUERIES,
+                q, k, v, buffers, turns, sizes, cu_q, cu_k,
+                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],

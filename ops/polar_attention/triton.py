@@ -21,7 +21,9 @@ from .triton_spaces import (
     SPACE_FWD,
     block_d,
     bucket,
-    hopper_queries,
+    hopper_dkdv_tiles,
+    hopper_dq_tiles,
+    hopper_fwd_tiles,
     windowed,
 )
 
@@ -88,17 +90,6 @@ def _lengths(shape: AttentionShape, lengths: Lengths) -> dict[str, Any]:
         "window": min(shape.window or NO_LIMIT, NO_LIMIT),
         "stride_nb": shape.tq if n_keys is not None and n_keys.ndim == 2 else 0,
     }
-
-
-def _short(shape: AttentionShape) -> bool:
-    """Whether a program of the Hopper forward had better serve many query tiles than one.
-
-    Then the next tile's copies hide behind this one's end, of which rows with few keys have most:
-    at 1,024 keys a row that gains 9 %. At 4,096 it loses 4 %, as some multiprocessors are slower
-    than others and only the hardware deals out tiles by that; and packed lengths may differ much.
-    """
-    seen = min(shape.window or NO_LIMIT, shape.tk) // (2 if shape.causal else 1)
-    return not shape.packed and seen <= 2048
 
 
 def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
@@ -183,11 +174,11 @@ def fwd(
     programs = tiles = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
     if hopper:
         kernel = (FORWARD_HOPPER, "attention_fwd")
-        if _short(shape):
-            programs = min(tiles, Device.of(device).multiprocessors)
-        arguments |= {name: sizes[name] for name in SIZES} | {"tiles": tiles}
+        programs = min(tiles, Device.of(device).multiprocessors)
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        arguments |= {name: sizes[name] for name in SIZES} | {"tiles": tiles, "counter": counter}
         constants |= {name: rules[name] for name in ("CAUSAL", "WINDOW", "PACKED")}
-        constants["QUERIES"] = hopper_queries(width)
+        constants["BUFFERS"] = hopper_fwd_tiles(config, shape.dtype.itemsize, width).buffers
     else:
         kernel = (FORWARD, "attention_fwd")
         arguments |= sizes | _strides("q", q) | _strides("k", k) | _strides("v", v)
@@ -442,7 +433,7 @@ class _Backward:
     def _hopper(
         self,
         name: str,
-        programs: int,
+        tiles: int,
         operands: dict[str, Any],
         arguments: dict[str, Any],
         constants: dict[str, Any],
@@ -451,14 +442,21 @@ class _Backward:
         shape = self.shape
         descriptors = {}
         for operand, (x, rows) in operands.items():
-            tiles = runtime.head_tiles if x.ndim == 4 else runtime.matrix_tiles
-            descriptors[operand] = tiles(x, rows, self.width, gluon=True)
+            describe = runtime.head_tiles if x.ndim == 4 else runtime.matrix_tiles
+            descriptors[operand] = describe(x, rows, self.width, gluon=True)
         sizes = {size: self.lengths[size] for size in SIZES}
-        scalars = {"group": shape.group, "padded": self.padded, "scale": shape.scale}
+        scalars = {
+            "counter": torch.zeros(1, dtype=torch.int32, device=self.device),
+            "tiles": tiles,
+            "group": shape.group,
+            "padded": self.padded,
+            "scale": shape.scale,
+        }
         rules = ("POLAR", "CAUSAL", "WINDOW", "PACKED", "WIDTH", "BLOCK_D")
         constants |= {rule: self.constants[rule] for rule in rules}
         arguments = {**descriptors, **arguments, **sizes, **scalars}
         kernel = (BACKWARD_HOPPER, name)
+        programs = min(tiles, Device.of(self.device).multiprocessors)
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
 
     def _hopper_dkdv(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -476,9 +474,13 @@ class _Backward:
             "dk_out": dk,
             "dv_out": dv,
         }
-        constants = {"BLOCK_M": m, "STAGES": self.config.num_stages}
-        programs = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
-        self._hopper("attention_bwd_dkdv", programs, operands, arguments, constants)
+        constants = {
+            "BLOCK_M": m,
+            "STAGES": self.config.num_stages,
+            "BUFFERS": hopper_dkdv_tiles(self.config, shape.dtype.itemsize, self.width).buffers,
+        }
+        tiles = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
+        self._hopper("attention_bwd_dkdv", tiles, operands, arguments, constants)
         return dk, dv
 
     def _hopper_dq(self) -> torch.Tensor:
@@ -504,6 +506,7 @@ class _Backward:
             "NULL_VALUE": shape.null_value,
             "BLOCK_N": n,
             "STAGES": self.config["DQ_STAGES"],
+            "BUFFERS": hopper_dq_tiles(self.config, shape.dtype.itemsize, self.width).buffers,
         }
         self._hopper("attention_bwd_dq", tiles * self.heads, operands, arguments, constants)
         return dq

@@ -19,6 +19,7 @@ OP = "polar_attention"
 MIN_BLOCK_D = 16
 HOPPER_WIDTHS = (64, 128, 256)  # padded head widths of the Hopper kernels
 HOPPER_WIDTHS_BWD = (64, 128)
+HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers
 
 
 def block_d(head_dim: int) -> int:
@@ -26,9 +27,45 @@ def block_d(head_dim: int) -> int:
     return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
 
 
-def hopper_queries(width: int) -> int:
-    """Query tiles that a program of the Hopper forward holds: the next one comes early."""
-    return 2 if width <= 128 else 1
+class HopperTiles(NamedTuple):
+    """Shared memory of a Hopper kernel, in bytes.
+
+    Attributes:
+        own: of the tile that stays while the others stream.
+        streamed: of all stages of the others.
+    """
+
+    own: int
+    streamed: int
+
+    @property
+    def buffers(self) -> int:
+        """How many tiles that stay there is room for: with two, the next one comes early."""
+        return 2 if 2 * self.own + self.streamed <= HOPPER_SHARED_BYTES else 1
+
+    @property
+    def shared(self) -> int:
+        """All of it."""
+        return self.buffers * self.own + self.streamed
+
+
+def hopper_fwd_tiles(config: Config, size: int, width: int) -> HopperTiles:
+    """Of the forward kernel: q stays, k and v stream."""
+    row = size * width
+    return HopperTiles(config["BLOCK_M"] * row, 2 * config["BLOCK_N"] * config.num_stages * row)
+
+
+def hopper_dkdv_tiles(config: Config, size: int, width: int) -> HopperTiles:
+    """Of dkdv: k and v stay, q, Gs and four row vectors stream."""
+    row = size * width
+    streamed = config["BLOCK_M"] * config.num_stages * (2 * row + 16)
+    return HopperTiles(2 * config["BLOCK_N"] * row, streamed)
+
+
+def hopper_dq_tiles(config: Config, size: int, width: int) -> HopperTiles:
+    """Of dq: q and Gs stay, k and v stream."""
+    row = size * width
+    return HopperTiles(2 * config["DQ_M"] * row, 2 * config["DQ_N"] * config["DQ_STAGES"] * row)
 
 
 class Bucket(NamedTuple):
@@ -93,7 +130,7 @@ def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
         if reason is not None:
             return reason
         warps = m // 16
-        shared += size * width * m * (hopper_queries(width) - 1)
+        shared = hopper_fwd_tiles(config, size, width).shared
     registers = m * (width + n) // (32 * warps)
     return _limits(config, key, device, shared, registers, most=192)
 
@@ -208,13 +245,13 @@ def _fits_hopper_bwd(config: Config, key: Key, device: Device) -> str | None:
     if reason is not None:
         return reason
     size, width = key[:2]
-    m, n, stages = config["BLOCK_M"], config["BLOCK_N"], config.num_stages
-    shared = size * width * 2 * (n + m * stages) + 16 * m * stages
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    shared = hopper_dkdv_tiles(config, size, width).shared
     reason = _limits(config, key, device, shared, n * (width + m) // 128, most=192)
     if reason is not None:
         return reason
-    m, n, stages = config["DQ_M"], config["DQ_N"], config["DQ_STAGES"]
-    shared = size * width * 2 * (m + n * stages)
+    m, n = config["DQ_M"], config["DQ_N"]
+    shared = hopper_dq_tiles(config, size, width).shared
     return _limits(config, key, device, shared, m * (width + 2 * n) // 256, most=192)
 
 
