@@ -37,6 +37,15 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Triton's lower-level dialect is what the Hopper kernels are written in (3.6 on)."""
+    if not installed():
+        return False
+    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 6)
+
+
 def bulk_copies(device: torch.device, *tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors (TMA) can address all these tensors on this device."""
     capability = Device.of(device).capability
@@ -100,7 +109,7 @@ def _kernel(module: str, name: str) -> Any:
 
 
 _recorded: list[list[KernelSource]] = []
-_warm: set[tuple[Any, ...]] = set()
+_warm: dict[tuple[Any, ...], Any] = {}  # compiled kernels
 
 
 @contextlib.contextmanager
@@ -146,18 +155,37 @@ def launch(
         function[(programs,)](**arguments, **constants, **options)
         return
     key = (*kernel, device.index, config, *constants.values(), *map(_kind, arguments.values()))
-    if key not in _warm and torch.cuda.is_current_stream_capturing():
+    compiled = _warm.get(key)
+    if compiled is not None:
+        # Straight to the compiled kernel: finding it again costs Triton longer than launching it.
+        values = arguments | constants
+        with torch.cuda.device(device):
+            compiled[(programs, 1, 1)](*[values[name] for name in function.arg_names])
+        return
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"fastweights::{op} (triton, {config.name}) is cold: call it once before capture"
         )
+    _refuse_specialised_numbers(function, arguments)
     with torch.cuda.device(device):
-        function[(programs,)](**arguments, **constants, **options)
-    _warm.add(key)
+        _warm[key] = function[(programs,)](**arguments, **constants, **options)
 
 
 def _kind(x: Any) -> Any:
     """What of an argument the compiled kernel depends on."""
-    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else None
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, *x.block_shape
+    return None
+
+
+def _refuse_specialised_numbers(function: Any, arguments: dict[str, Any]) -> None:
+    """A kernel compiled for one value of a number must not be launched with another."""
+    for parameter in function.params:
+        value = arguments.get(parameter.name)
+        if isinstance(value, int) and not parameter.do_not_specialize:
+            raise TypeError(f"{function.__name__}: {parameter.name} is not in do_not_specialize")
 
 
 def _source(
@@ -167,6 +195,7 @@ def _source(
     constants: dict[str, Any],
 ) -> KernelSource:
     function = _kernel(*kernel)
+    _refuse_specialised_numbers(function, arguments)
     annotations = {p.name: p.annotation_type for p in function.params if not p.is_constexpr}
     loose = {p.name for p in function.params if p.do_not_specialize_on_alignment}
     signature: dict[str, str] = {}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...autotune.space import Config, Device, Key, Space
+from .. import triton_runtime as runtime
 from .op import AttentionShape
 
 OP = "polar_attention"
@@ -139,6 +140,8 @@ def _not_hopper(key: Key, device: Device, widths: tuple[int, ...]) -> str | None
     """None, or why the Gluon kernels cannot run."""
     if device.capability != 90:
         return f"is written for sm_90, this is {device.arch}"
+    if not runtime.has_gluon():
+        return "is written in Gluon, which needs Triton 3.6 or newer"
     if not Bucket(*key).plain or Bucket(*key).width not in widths:
         names = ", ".join(map(str, widths))
         return f"serves aligned tensors, without n_keys, with heads padded to {names}"
