@@ -35,11 +35,11 @@ BACKWARD_ROWS = f"{PACKAGE}.triton_bwd_rows"
 
 NO_LIMIT = 2**30  # window of a call without one: no sequence reaches it, no sum overflows
 ROW_TILE = 128  # unit of the padded row layout of backward; as in triton_bwd_rows
-VECTORS, SOFTMAX_VECTORS = 11, 3  # row vectors of backward; named in triton_bwd_rows
+VECTORS, SOFTMAX_VECTORS = 12, 3  # row vectors of backward; named in triton_bwd_rows
 PAIR_KERNELS = ("attention_bwd_dkdv", "attention_bwd_dq")
 HOPPER_ROWS = 64  # of one consumer; as in hopper_common
 SIZES = ("cu_q", "cu_k", "tq", "tk", "heads_q", "sequences", "window")  # of `_lengths`
-STEP_NUMBERS = 4096  # of each operand that a step of prepare holds
+STEP_NUMBERS = 2048  # of each operand that a step of prepare holds
 FINISH_ROWS = 64  # rows of a program of finish
 
 

@@ -18,6 +18,7 @@ RUNTIME = (
 )  # fmt: skip
 VIEWS = ("q", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
 
+ONE_STEP = tl.constexpr(8)  # rows of a step of prepare over rows of one key
 ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
 PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
 PARTIAL_SCALARS = tl.constexpr(4)  # of prepare: those and the magnitude gain; then D of the value
@@ -33,8 +34,9 @@ RATE_E0 = tl.constexpr(5)  # the products that dkdv takes
 RATE_E1 = tl.constexpr(6)
 W_REAL = tl.constexpr(7)
 W_NULL = tl.constexpr(8)
-D_LOG_MASS = tl.constexpr(9)
-D_NULL = tl.constexpr(10)
+W_ONE = tl.constexpr(9)  # w_null of a row of one key, where W_NULL is 0
+D_LOG_MASS = tl.constexpr(10)
+D_NULL = tl.constexpr(11)  # +inf where it is left to the pairs
 
 
 @triton.jit
@@ -93,15 +95,6 @@ def load_query(
 
 
 @triton.jit
-def load_chosen(x, rows, chosen, stride_t, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    """Any rows of one head in fp32, [len(rows), COLS]; zeros where not chosen and past WIDTH."""
-    cols = tl.arange(0, COLS)
-    at = rows.to(tl.int64)[:, None] * stride_t + cols[None, :]
-    mask = chosen[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def store_dq(
     dq, d_null, query, null_base, null_slope, length_gain, length, dq_out, sums,
     batch, head, position, inside, live, total, heads_q, partials, slot,
@@ -128,6 +121,102 @@ def store_dq(
         tl.store(at_sums + 1, tl.sum(d_null * t * log_n1, 0))
         tl.store(at_sums + 2, tl.sum((dt + d_null * nu) * log_n, 0))
     tl.store(dq_out + at, dq.to(dq_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _project(
+    sum_value, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
+    window, padding, first_row, first_key, base, value, d_out, d_count, out, rho, q, v,
+    q_rows, gs, vectors, row_stride, stride_qb, stride_qt, stride_qh, stride_vb, stride_vt,
+    stride_vh, stride_gb, stride_gt, stride_gh,
+    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Gs, e0 and d_null of STEP rows, or (ONE) of those among them that have one key.
+
+    A row of one key has its only value at hand, so that c need not be the rounded one. And as its
+    score gradient and d_null add up to nothing, e0 is chosen to give just that: Gs·v + e0 − e1
+    would reach it as a difference of large terms, and miss by the rounding of Gs.
+    """
+    cols = tl.arange(0, BLOCK_D)
+    rows = first + tl.arange(0, STEP)  # [S]
+    live = (rows < tq) & (padding == 0)
+    position = first_row + rows.to(tl.int64)
+    at_row = batch_head.to(tl.int64) * total + position
+    at_vector = vectors + base + rows
+    at_out = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
+    mask = live[:, None] & (cols < WIDTH)[None, :]
+    c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
+    stop = first_row + tl.where(padding, 0, tq)
+    dc = load_tile(
+        d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
+        WIDTH, STEP, BLOCK_D, False, ALIGNED,
+    ).to(tl.float32)  # fmt: skip
+    keyless = tl.load(at_vector + MINUS_LAM * row_stride) == float("-inf")
+    written = rows >= 0
+    if POLAR:
+        w_real = tl.load(at_vector + W_REAL * row_stride)
+        w_null = tl.load(at_vector + (W_ONE if ONE else W_NULL) * row_stride)
+        d_log_mass = tl.load(at_vector + D_LOG_MASS * row_stride)
+        norm = tl.load(rho + at_row, mask=live, other=1.0)
+        if ONE:
+            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+            written = live & (high - low == 1)
+            at_v = v + batch * stride_vb + (head // group) * stride_vh
+            at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
+            mask_v = written[:, None] & (cols < WIDTH)[None, :]
+            only = tl.load(at_v, mask=mask_v, other=0.0).to(tl.float32)
+            if NULL_VALUE:
+                c = w_real[:, None] * only + w_null[:, None] * value[None, :]
+                c = c * (1.0 / tl.maximum(norm, EPS))[:, None]
+        along = tl.sum(dc * c, 1)  # [S]
+        clamped = norm <= EPS
+        # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
+        square = tl.sum(c * c, 1)
+        flat = clamped | (square == 0.0)
+        share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
+        d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
+        kappa = tl.where(clamped, along, 0.0)
+        e0 = d_log_mass * (3.0 - w_real) - w_real * kappa
+        d_null = -w_null * (d_log_mass + kappa)
+        grad = w_real[:, None] * d_s
+        cancels = rows < 0
+        if NULL_VALUE:
+            # Where the null makes up most of s, d_s·value cancels down to the rounding of c; the dq
+            # kernel forms d_null of such a row as minus the sum over its pairs.
+            cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
+            d_null += w_null * tl.sum(d_s * value[None, :], 1)
+            counted = live
+            if ONE:
+                counted = written
+            sum_value += tl.where(counted[:, None], w_null[:, None] * d_s, 0.0)
+        if ONE:
+            e1 = tl.load(at_vector + E1 * row_stride)
+            rounded = grad.to(gs.dtype.element_ty).to(tl.float32)
+            score = -d_null
+            if NULL_VALUE:  # what Gs·v + e0 − e1 was before Gs is rounded
+                score = tl.where(cancels, e0 - e1 + tl.sum(grad * only, 1), score)
+            e0 = score + e1 - tl.sum(rounded * only, 1)
+        e0 = tl.where(keyless, 0.0, e0)
+        d_null = tl.where(cancels, float("inf"), d_null)
+        tl.store(at_vector + D_NULL * row_stride, tl.where(keyless, 0.0, d_null), mask=written)
+    else:
+        d_lse = tl.load(d_count + at_row, mask=live, other=0.0)
+        e0 = tl.where(keyless, 0.0, d_lse - tl.sum(dc * c, 1))
+        grad = dc
+    tl.store(at_vector + E0 * row_stride, e0, mask=written)
+    grad = tl.where(keyless[:, None], 0.0, grad)
+    at_padded = (base + rows)[:, None] * WIDTH + cols[None, :]
+    wide = written[:, None] & (cols < WIDTH)[None, :]
+    tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
+    if PACKED and not ONE:
+        query = load_tile(
+            q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
+            WIDTH, STEP, BLOCK_D, False, ALIGNED,
+        )  # fmt: skip
+        tl.store(q_rows + at_padded, query, mask=wide)
+    return sum_value
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
@@ -171,6 +260,7 @@ def attention_bwd_prepare(
         gain_m = tl.load(magnitude_gain + head).to(tl.float32)
         bias = tl.load(null_base + head).to(tl.float32)
         slope_n = tl.load(null_slope + head).to(tl.float32)
+    value = tl.zeros([BLOCK_D], tl.float32)
     if NULL_VALUE:
         value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
         value = value.to(tl.float32)
@@ -193,7 +283,8 @@ def attention_bwd_prepare(
         log_n1 = tl.sqrt(tl.log(length + 1.0))
         t = 1.0 + gain_n * log_n
         nu = bias + slope_n * log_n1
-        any_one = tl.max((live & (high - low == 1)).to(tl.int32), 0) > 0
+        one = live & (high - low == 1)
+        any_one = tl.max(one.to(tl.int32), 0) > 0
         effective = tl.load(n_eff + at_row, mask=live, other=1.0)
         gap = (lam - t * nu) * LOG2E
         w_real = 1.0 / (1.0 + tl.exp2(-gap))
@@ -211,111 +302,53 @@ def attention_bwd_prepare(
         tl.store(at_tile + E1 * row_stride, e1)
         tl.store(at_tile + RATE_E1 * row_stride, rate * e1)
         tl.store(at_tile + W_REAL * row_stride, w_real)
-        tl.store(at_tile + W_NULL * row_stride, w_null)
+        tl.store(at_tile + W_NULL * row_stride, tl.where(one, 0.0, w_null))
+        tl.store(at_tile + W_ONE * row_stride, w_null)
         tl.store(at_tile + D_LOG_MASS * row_stride, d_log_mass)
         sum_magnitude = tl.sum(d_amount * slope * log_mass, 0)
     tl.debug_barrier()
 
-    sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
     # A tile without rows has nothing to write.
     end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
+    sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
     for first in tl.range(row0, end, STEP):
-        some = first + tl.arange(0, STEP)  # [S]
-        exists = (some < tq) & (padding == 0)
-        place = first_row + some.to(tl.int64)
-        at_vector = vectors + base + some
-        at_out = ((batch * total + place) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-        mask = exists[:, None] & (cols < WIDTH)[None, :]
-        c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
-        stop = first_row + tl.where(padding, 0, tq)
-        dc = load_tile(
-            d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
-            WIDTH, STEP, BLOCK_D, False, ALIGNED,
-        ).to(tl.float32)  # fmt: skip
-        no_key = tl.load(at_vector + MINUS_LAM * row_stride) == float("-inf")
-        along = tl.sum(dc * c, 1)  # [S]
-        if POLAR:
-            of_real = tl.load(at_vector + W_REAL * row_stride)
-            of_null = tl.load(at_vector + W_NULL * row_stride)
-            of_mass = tl.load(at_vector + D_LOG_MASS * row_stride)
-            norm = tl.load(rho + batch_head.to(tl.int64) * total + place, mask=exists, other=1.0)
-            head_v = v + batch * stride_vb + (head // group) * stride_vh
-            if NULL_VALUE:
-                if any_one:  # with its only value at hand, c need not be the rounded one
-                    first_seen, past = key_range(
-                        some, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW
-                    )
-                    one = exists & (past - first_seen == 1)
-                    only = load_chosen(
-                        head_v, first_key + first_seen, one, stride_vt, WIDTH, BLOCK_D
-                    )
-                    s = of_real[:, None] * only + of_null[:, None] * value[None, :]
-                    c = tl.where(one[:, None], s / tl.maximum(norm, EPS)[:, None], c)
-                    along = tl.sum(dc * c, 1)
-
-            clamped = norm <= EPS
-            # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
-            square = tl.sum(c * c, 1)
-            flat = clamped | (square == 0.0)
-            share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
-            d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
-            kappa = tl.where(clamped, along, 0.0)
-            e0 = of_mass * (3.0 - of_real) - of_real * kappa
-            d_null = -of_null * (of_mass + kappa)
-            cancels = some < 0
-            if NULL_VALUE:
-                # Where the null makes up most of s, d_s·value cancels down to the rounding of c;
-                # the dq kernel forms d_null of such a row as minus the sum over its pairs.
-                cancels = of_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
-                left = cancels & (no_key == 0)
-                tl.store(by_pairs + base + some, tl.where(left, 1.0, 0.0))
-                d_null += of_null * tl.sum(d_s * value[None, :], 1)
-                d_null = tl.where(cancels, 0.0, d_null)
-                sum_value += tl.where(exists[:, None], of_null[:, None] * d_s, 0.0)
-            d_null = tl.where(no_key, 0.0, d_null)
-            grad = of_real[:, None] * d_s
-            if any_one:
-                # A row's score gradients and d_null add up to nothing, so that of its only key is
-                # −d_null; where that cancels, it is what Gs·v + e0 − e1 was before Gs is rounded.
-                first_seen, past = key_range(some, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
-                one = exists & (past - first_seen == 1)
-                only = load_chosen(head_v, first_key + first_seen, one, stride_vt, WIDTH, BLOCK_D)
-                rounded = grad.to(gs.dtype.element_ty).to(tl.float32)
-                of_count = tl.load(at_vector + E1 * row_stride)
-                score = -d_null
-                if NULL_VALUE:
-                    score = tl.where(cancels, e0 - of_count + tl.sum(grad * only, 1), score)
-                e0 = tl.where(one, score + of_count - tl.sum(rounded * only, 1), e0)
-            e0 = tl.where(no_key, 0.0, e0)
-            of_rate = tl.load(at_vector + RATE * row_stride)
-            tl.store(at_vector + RATE_E0 * row_stride, of_rate * e0)
-            tl.store(at_vector + D_NULL * row_stride, d_null)
-        else:
-            at_lse = batch_head.to(tl.int64) * total + place
-            d_lse = tl.load(d_count + at_lse, mask=exists, other=0.0)
-            e0 = tl.where(no_key, 0.0, d_lse - along)
-            grad = dc
-        tl.store(at_vector + E0 * row_stride, e0)
-        grad = tl.where(no_key[:, None], 0.0, grad)
-        at_padded = (base + some)[:, None] * WIDTH + cols[None, :]
-        wide = (some >= 0)[:, None] & (cols < WIDTH)[None, :]
-        tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
-        if PACKED:
-            query = load_tile(
-                q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
-                WIDTH, STEP, BLOCK_D, False, ALIGNED,
-            )  # fmt: skip
-            tl.store(q_rows + at_padded, query, mask=wide)
+        sum_value = _project(
+            sum_value, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
+            window, padding, first_row, first_key, base, value, d_out, d_count, out, rho, q, v,
+            q_rows, gs, vectors, row_stride, stride_qb, stride_qt, stride_qh, stride_vb, stride_vt,
+            stride_vh, stride_gb, stride_gt, stride_gh,
+            POLAR, NULL_VALUE, CAUSAL, N_KEYS, WINDOW, PACKED, False, WIDTH, STEP, BLOCK_D, ALIGNED,
+            EPS,
+        )  # fmt: skip
     if POLAR:
+        sum_one = tl.zeros([ONE_STEP, BLOCK_D], tl.float32)
+        if any_one:  # few tiles have such rows: done again here, they cost the others no registers
+            tl.debug_barrier()
+            for first in tl.range(row0, end, ONE_STEP):
+                sum_one = _project(
+                    sum_one, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
+                    window, padding, first_row, first_key, base, value, d_out, d_count, out, rho,
+                    q, v, q_rows, gs, vectors, row_stride, stride_qb, stride_qt,
+                    stride_qh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
+                    POLAR, NULL_VALUE, CAUSAL, N_KEYS, WINDOW, PACKED, True, WIDTH, ONE_STEP,
+                    BLOCK_D, ALIGNED, EPS,
+                )  # fmt: skip
+
         tl.debug_barrier()
+        tl.store(at_tile + RATE_E0 * row_stride, rate * tl.load(at_tile + E0 * row_stride))
         d_null_rows = tl.load(at_tile + D_NULL * row_stride, mask=live, other=0.0)
+        if NULL_VALUE:
+            left = d_null_rows == float("inf")
+            tl.store(by_pairs + base + rows, tl.where(left, 1.0, 0.0))
+            d_null_rows = tl.where(left, 0.0, d_null_rows)
         at = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
         tl.store(at, tl.sum(d_null_rows * t, 0))
         tl.store(at + 1, tl.sum(d_null_rows * t * log_n1, 0))
         tl.store(at + 2, tl.sum(d_null_rows * nu * log_n, 0))
         tl.store(at + 3, sum_magnitude)
         if NULL_VALUE:
-            tl.store(at + PARTIAL_SCALARS + cols, tl.sum(sum_value, 0), mask=cols < WIDTH)
+            sums_value = tl.sum(sum_value, 0) + tl.sum(sum_one, 0)
+            tl.store(at + PARTIAL_SCALARS + cols, sums_value, mask=cols < WIDTH)
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
