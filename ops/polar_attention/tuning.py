@@ -5,8 +5,9 @@ Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,28 +87,44 @@ PROBLEMS = (
 # ---- compile reports ----------------------------------------------------------------------------
 
 HALF_WIDTHS = (64, 128, 256)
-# Bytes of stack. Of the wgmma tiles: values around the loops, and in dkdv of width 128, where the
-# Hopper kernel does not serve, of one in it; the small mma.sync tiles are
-# what fp32 and devices with little shared memory use, and spill inside.
+# Bytes of stack that a kernel may use. Of the wgmma tiles: values around the loops, and in the
+# plain backward of width 128 some in them; of width 256, where no tile leaves registers, many. The
+# small mma.sync tiles are what fp32 and devices with little shared memory use, and spill inside.
 MAX_STACK = {"wgmma": 384, "mma": 4096}
+MAX_STACK_256 = 1024
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
+
+
+# Rules beside dense causal Polar attention: each is another kernel, with loops of its own.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 100},
+    {"causal": False, "null_value": False},
+    {"sequences": 3},
+    {"sequences": 3, "window": 100},
+    {"polar": False, "null_value": False},
+)
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, once per width and element size.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. `quick` keeps the default config of each pass and width 64 and 128
-    in bf16.
+    what a call would compile. The default configs are compiled for the rules of `_VARIANTS` too.
+    `quick` keeps the default config of each pass and width 64 and 128 in bf16.
     """
     cases: dict[tuple[Any, ...], CompileCase] = {}
     device = target_device(target)
     with assume_device(device):
         for dtype, width in _compiled(quick):
-            for space in (SPACE_FWD, SPACE_BWD):
-                shape = _compile_shape(dtype, width)
+            variants = _VARIANTS[:1] if quick else _VARIANTS
+            for space, rules in itertools.product((SPACE_FWD, SPACE_BWD), variants):
+                shape = replace(_compile_shape(dtype, width), **rules)
                 key = space.bucket(shape)
-                configs = [space.default(key, device)] if quick else space.fitting(key, device)
+                default_only = quick or rules
+                configs = (
+                    [space.default(key, device)] if default_only else space.fitting(key, device)
+                )
                 for config in configs:
                     for case in _recorded(space, config, shape):
                         identity = (case.config.name, repr(case.source))
@@ -149,16 +166,24 @@ def _recorded(space: Space, config: Config, shape: AttentionShape) -> list[Compi
 
     q = meta(shape.batch, shape.tq, shape.heads_q, shape.head_dim, dtype=shape.dtype)
     k = meta(shape.batch, shape.tk, shape.heads_k, shape.head_dim, dtype=shape.dtype)
-    heads = [meta(shape.heads_q) for _ in range(4)]
-    null = NullParameters(meta(shape.heads_q, shape.head_dim), *heads)
-    lengths = Lengths(None, None, None)
+    null = None
+    if shape.polar:
+        value = meta(shape.heads_q, shape.head_dim) if shape.null_value else None
+        null = NullParameters(value, *(meta(shape.heads_q) for _ in range(4)))
+    offsets = None
+    if shape.sequences is not None:
+        offsets = meta(shape.sequences + 1, dtype=torch.int32)
+    lengths = Lengths(None, offsets, None)
     with use_config(space, config), runtime.record_launches() as sources:
         if space.pass_ == "fwd":
             triton.fwd(shape, q, k, k, null, lengths)
         else:
             rows = [meta(shape.batch, shape.heads_q, shape.tq) for _ in range(3)]
-            count = meta(shape.batch, shape.tq, shape.heads_q, dtype=shape.dtype)
-            triton.bwd(shape, q, count, q, k, k, null, lengths, q, *rows)
+            if shape.polar:
+                count = meta(shape.batch, shape.tq, shape.heads_q, dtype=shape.dtype)
+                triton.bwd(shape, q, count, q, k, k, null, lengths, q, *rows)
+            else:
+                triton.bwd(shape, q, rows[0], q, k, k, null, lengths, q, rows[1], None, None)
     return [
         CompileCase(
             OP,
@@ -166,7 +191,7 @@ def _recorded(space: Space, config: Config, shape: AttentionShape) -> list[Compi
             config,
             source,
             matrix="fma" if source.name in _MEMORY_BOUND else None,
-            max_stack=MAX_STACK[config.matrix],
+            max_stack=max(MAX_STACK[config.matrix], MAX_STACK_256 if shape.head_dim == 256 else 0),
         )
         for source in sources
     ]
