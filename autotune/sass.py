@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _LABEL = re.compile(r"(\.\w+):\s*$")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 _TARGETS = re.compile(r"BRANCH_TARGETS ([^\"]*)\"")
 # Uniform instructions that set no uniform register, though they name some.
-_SET_NONE = ("UISETP", "UPLOP3", "UP2UR", "USETMAXREG", "UTMA", "UBLK", "USYNC", "UCGABAR")
+_SET_NONE = ("UISETP", "UPLOP3", "USETMAXREG", "UTMA", "UBLK", "USYNC", "UCGABAR")
 
 
 def serial_wgmma(code: str) -> bool:
@@ -90,7 +89,8 @@ def _parse(code: str) -> list[_Instruction]:
     return program
 
 
-def _targets(name: str, line: str) -> Iterator[str] | list[str]:
+def _targets(name: str, line: str) -> list[str]:
+    """Labels that a branch may lead to."""
     if name.startswith("BRX"):
         listed = _TARGETS.search(line)
         return listed[1].split(",") if listed else []

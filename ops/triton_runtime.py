@@ -157,7 +157,7 @@ def launch(
     key = (*kernel, device.index, config, *constants.values(), *map(_kind, arguments.values()))
     compiled = _warm.get(key)
     if compiled is not None:
-        # Straight to the compiled kernel: finding it again costs Triton longer than launching it.
+        # Straight to the compiled kernel, without Triton looking for it again.
         values = arguments | constants
         with torch.cuda.device(device):
             compiled[(programs, 1, 1)](*[values[name] for name in function.arg_names])

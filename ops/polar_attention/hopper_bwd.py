@@ -17,8 +17,9 @@ In a transposed tile the row vectors lie along the columns, so that a thread wan
 values of each where the other orientation wants two. They stay in shared memory and are read where
 they are used; the compiler's own pipeline fetches them before the first product, and spills.
 
-Starting the products of the next step before the last ones of this step end makes the assembler
-serialise all of them at width 128, for want of registers, and was slower at width 64.
+Starting dkdv's products of the next step before the last ones of this step end makes the assembler
+serialise all of them at width 128, for want of registers. At width 64 it fits tiles of 64 rows
+alone, and gained less there than tiles of 128 rows do. In dq it gained nothing worth its lines.
 
 Serves calls without n_keys whose tensors TMA can address. In dkdv keys past the end need no mask:
 each key is a row of its own in every product, and is not stored.
@@ -42,6 +43,7 @@ from .hopper_common import (
     new_barriers,
     new_turns,
     opaque,
+    place_rows,
     store_rows,
     take,
 )
@@ -320,27 +322,18 @@ def attention_bwd_dkdv(
 
 @gluon.jit
 def _place_rows(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
-    """Where a query tile lies: batch, head, its first row inside the sequence, first row and first
-    key of the sequence, its first row in the padded layout, how many rows and keys the sequence
-    has, whether it is one (not padding), and the slot of the tile's partial sums.
+    """As `hopper_common.place_rows`, with the tile's first row in the padded layout, whether its
+    sequence is one (not padding), and the slot of its partial sums.
     """
     tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    row_tiles = count_tiles(tq, sequences, BLOCK_M, PACKED)
-    batch = number // row_tiles // heads_q
-    head = number // row_tiles % heads_q
-    longest_first = row_tiles - 1 - number % row_tiles  # the causal rows with most keys come first
-    sequence, tile, first_row, rows, first_key, keys = place_tile(
-        longest_first, tq, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+    batch, head, of_head, sequence, row0, first_row, first_key, rows, keys = place_rows(
+        number, tq, tk, heads_q, sequences, cu_q, cu_k, PACKED
     )
-    row0 = tile * BLOCK_M
-    keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
-    rows = gl.where(row0 < rows, rows, 0)
     at_row = (batch * heads_q + head) * padded + row_base(cu_q, sequence, PACKED) + row0
     live = sequence < sequences
     if not PACKED:
         live = sequence == sequence
-    slot = batch * row_tiles + longest_first
+    slot = batch * count_tiles(tq, sequences, CONSUMERS * ROWS, PACKED) + of_head
     return batch, head, row0, first_row, first_key, at_row, rows, keys, live, slot
 
 
@@ -518,7 +511,8 @@ def _consume_keys(
             if NULL_VALUE:
                 d_null = gl.convert_layout(-pairs * of_pairs, R_LAYOUT)
             d_null = gl.where(inside, d_null, 0.0)
-            at_sums = sums + ((head * partials + slot) * CONSUMERS + WHO) * PAIR_SCALARS
+            place = (head.to(gl.int64) * partials + slot) * CONSUMERS + WHO
+            at_sums = sums + place * PAIR_SCALARS
             gl.store(at_sums, gl.sum(d_null * t, 0))
             gl.store(at_sums + 1, gl.sum(d_null * t * log_n1, 0))
             gl.store(at_sums + 2, gl.sum((dt + d_null * nu) * log_n, 0))

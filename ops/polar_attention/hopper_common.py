@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..common import count_tiles, place_tile
+
 CONSUMERS = gl.constexpr(2)  # warpgroups that multiply; one more warp copies
 ROWS = gl.constexpr(64)  # of the tile of one consumer: the M of a wgmma
 
@@ -69,6 +71,25 @@ def take(turns, n):
     number = gl.max(numbers.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     mbarrier.arrive(taken.index(slot), count=1)
     return number
+
+
+@gluon.jit
+def place_rows(number, tq, tk, heads_q, sequences, cu_q, cu_k, PACKED: gl.constexpr):
+    """Where a query tile lies: batch, head, its number in the head, sequence, its first row inside
+    that, the sequence's first row and first key, and how many rows and keys it has.
+    """
+    TILE: gl.constexpr = CONSUMERS * ROWS
+    row_tiles = count_tiles(tq, sequences, TILE, PACKED)
+    batch = number // row_tiles // heads_q
+    head = number // row_tiles % heads_q
+    of_head = row_tiles - 1 - number % row_tiles  # the causal rows with most keys come first
+    sequence, tile, first_row, rows, first_key, keys = place_tile(
+        of_head, tq, tk, sequences, cu_q, cu_k, TILE, PACKED
+    )
+    row0 = tile * TILE
+    keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
+    rows = gl.where(row0 < rows, rows, 0)
+    return batch, head, of_head, sequence, row0, first_row, first_key, rows, keys
 
 
 @gluon.jit

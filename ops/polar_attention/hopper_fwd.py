@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import LN2, LOG2E, count_tiles, key_bounds, key_range, log1p, place_tile, tanh
+from ..common import LN2, LOG2E, key_bounds, key_range, log1p, tanh
 from .hopper_common import (
     CONSUMERS,
     ROWS,
@@ -36,6 +36,7 @@ from .hopper_common import (
     draw,
     new_barriers,
     new_turns,
+    place_rows,
     store_rows,
     take,
 )
@@ -68,26 +69,6 @@ def _key_of(step, begin, full_end, right, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _place(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
-    """Where a query tile lies: batch, head, its first row inside the sequence, first row and first
-    key of the sequence, how many rows and keys that has, and whether it is padding.
-    """
-    tq, tk, heads_q, group, sequences, window, tiles = sizes
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    row_tiles = count_tiles(tq, sequences, BLOCK_M, PACKED)
-    batch = number // row_tiles // heads_q
-    head = number // row_tiles % heads_q
-    # The causal rows with most keys come first.
-    sequence, tile, first_row, rows, first_key, keys = place_tile(
-        row_tiles - 1 - number % row_tiles, tq, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
-    )
-    row0 = tile * BLOCK_M
-    keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
-    rows = gl.where(row0 < rows, rows, 0)
-    return batch, head, row0, first_row, first_key, rows, keys, sequence == sequences
-
-
-@gluon.jit
 def _produce(
     q, k, v, buffers, turns, sizes, cu_q, cu_k,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
@@ -103,8 +84,8 @@ def _produce(
     number = gl.program_id(0)
     while number < tiles:
         after = draw(turns, n)
-        batch, head, row0, first_row, first_key, tq, tk, padding = _place(
-            number, sizes, cu_q, cu_k, PACKED
+        batch, head, _tile, sequence, row0, first_row, first_key, tq, tk = place_rows(
+            number, all_rows, all_keys, heads_q, sequences, cu_q, cu_k, PACKED
         )
         begin, full_end, right, masked, steps = _steps(
             row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
@@ -274,9 +255,10 @@ def _consume(
     n = total * 0
     number = gl.program_id(0)
     while number < tiles:
-        batch, head, row0, first_row, first_key, tq, tk, padding = _place(
-            number, sizes, cu_q, cu_k, PACKED
+        batch, head, _tile, sequence, row0, first_row, first_key, tq, tk = place_rows(
+            number, total, all_keys, heads_q, sequences, cu_q, cu_k, PACKED
         )
+        padding = sequence == sequences
         plan = _steps(row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         begin, full_end, right, masked, steps = plan
         rows = row0 + WHO * ROWS + gl.arange(0, ROWS, layout=R_LAYOUT)

@@ -15,8 +15,8 @@ every pair gives u = 2^(rate·q·k − lam), the real weight, and g = u·(Gs·v 
     parameters partial sums → parameter gradients, in fixed order
 
 −lam and e0 are added behind the products: as the initial value of an accumulator the first would be
-−lam/rate, and t may be 0. (Folding rate into q would save two multiplications a pair, but rounds q
-anew: a row of few keys then misses its log-sum by more than 16 bits allow.)
+−lam/rate, and t may be 0. (Folding rate into q would save dkdv a row vector, but rounds q anew: a
+row of few keys then misses its log-sum by more than 16 bits allow.)
 
 Rows live in a padded layout (B·Hq, padded) where each sequence starts at a multiple of ROW_TILE and
 owns whole tiles; rows that do not exist hold Gs = 0 and −lam = −inf, hence u = 0: no loop masks
