@@ -11,6 +11,11 @@
     full [STAGES]  completed by the copies      free [STAGES]  all consumers
     own_full, own_free [BUFFERS]                the same of the tile that stays
 
+Heads up to 128 wide are one column chunk. Wider ones are CHUNKS of CHUNK columns, each a tile of
+its own in shared memory and in the accumulators, so that a width of 192 is no 256. There dk and dv
+of 64 keys do not fit the registers of one consumer. Both consumers take the same 64 keys then, and
+consumer 0 forms dv, consumer 1 dk; the scores are formed by both.
+
 As in the forward, one program a multiprocessor serves tile after tile.
 
 In a transposed tile the row vectors lie along the columns, so that a thread wants sixteen or more
@@ -46,6 +51,8 @@ from .hopper_common import (
     place_rows,
     store_rows,
     take,
+    wait_chunks,
+    zero_chunks,
 )
 from .triton_bwd_rows import (
     E0,
@@ -79,12 +86,11 @@ def _part(plan, PART: gl.constexpr):
 
 
 @gluon.jit
-def _place_keys(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
+def _place_keys(number, sizes, cu_q, cu_k, PACKED: gl.constexpr, BLOCK_N: gl.constexpr):
     """Where a key tile lies: batch, head, its first key inside the sequence, first key of the
     sequence and first of its padded rows, how many rows and keys it has.
     """
     tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
-    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
     heads_k = heads_q // group
     key_tiles = count_tiles(tk, sequences, BLOCK_N, PACKED)
     batch = number // key_tiles // heads_k
@@ -107,29 +113,33 @@ def _copy_vector(rows, vector: gl.constexpr, row, ready, tile):
 def _produce_rows(
     q, k, v, gs, rows, buffers, turns, sizes, cu_q, cu_k,
     POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done = buffers
     all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
     VECTORS: gl.constexpr = 4 if POLAR else 2
-    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
+    PARTS: gl.constexpr = BLOCK_N // KEYS
     i = all_rows * 0
     n = all_rows * 0
     number = gl.program_id(0)
     while number < tiles:
         after = draw(turns, n)
         batch, head_k, key0, first_key, base, tq, tk = _place_keys(
-            number, sizes, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED, BLOCK_N
         )
         plan = row_bounds(key0, tq, tk, window, CAUSAL, False, WINDOW, False, BLOCK_M, BLOCK_N)
         own = n % BUFFERS
         mbarrier.wait(own_free.index(own), ((n // BUFFERS) & 1) ^ 1)
-        mbarrier.expect(own_full.index(own), 2 * BLOCK_N * BLOCK_D * 2)
-        for who in gl.static_range(CONSUMERS):
-            at = [batch, head_k, first_key + key0 + who * KEYS, 0]
-            mine = own * CONSUMERS + who
-            tma.async_copy_global_to_shared(k, at, own_full.index(own), k_tiles.index(mine))
-            tma.async_copy_global_to_shared(v, at, own_full.index(own), v_tiles.index(mine))
+        arrived = own_full.index(own)
+        mbarrier.expect(arrived, 2 * BLOCK_N * BYTES)
+        for part in gl.static_range(PARTS):
+            for c in gl.static_range(CHUNKS):
+                at = [batch, head_k, first_key + key0 + part * KEYS, c * CHUNK]
+                to = (own * PARTS + part) * CHUNKS + c
+                tma.async_copy_global_to_shared(k, at, arrived, k_tiles.index(to))
+                tma.async_copy_global_to_shared(v, at, arrived, v_tiles.index(to))
         for part in gl.static_range(3):
             if part < 2 or WINDOW:
                 first, last = _part(plan, part)
@@ -141,21 +151,25 @@ def _produce_rows(
                     stage = i % STAGES
                     mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
                     ready = full.index(stage)
-                    mbarrier.expect(ready, 2 * BLOCK_M * BLOCK_D * 2 + VECTORS * BLOCK_M * 4)
-                    if PACKED:  # q is its padded copy: no tile meets another sequence
-                        tma.async_copy_global_to_shared(q, [row, 0], ready, q_tiles.index(stage))
-                    else:
-                        from_q = [batch, head, row0, 0]
-                        tma.async_copy_global_to_shared(q, from_q, ready, q_tiles.index(stage))
-                    tma.async_copy_global_to_shared(gs, [row, 0], ready, gs_tiles.index(stage))
-                    to = stage * VECTORS
-                    _copy_vector(rows, MINUS_LAM, row, ready, row_tiles.index(to))
+                    mbarrier.expect(ready, 2 * BLOCK_M * BYTES + VECTORS * BLOCK_M * 4)
+                    for c in gl.static_range(CHUNKS):
+                        query_tile = q_tiles.index(stage * CHUNKS + c)
+                        grad_tile = gs_tiles.index(stage * CHUNKS + c)
+                        at_padded = [row, c * CHUNK]
+                        if PACKED:  # q is its padded copy: no tile meets another sequence
+                            tma.async_copy_global_to_shared(q, at_padded, ready, query_tile)
+                        else:
+                            from_q = [batch, head, row0, c * CHUNK]
+                            tma.async_copy_global_to_shared(q, from_q, ready, query_tile)
+                        tma.async_copy_global_to_shared(gs, at_padded, ready, grad_tile)
+                    vector = stage * VECTORS
+                    _copy_vector(rows, MINUS_LAM, row, ready, row_tiles.index(vector))
                     if POLAR:
-                        _copy_vector(rows, RATE, row, ready, row_tiles.index(to + 1))
-                        _copy_vector(rows, RATE_E0, row, ready, row_tiles.index(to + 2))
-                        _copy_vector(rows, RATE_E1, row, ready, row_tiles.index(to + 3))
+                        _copy_vector(rows, RATE, row, ready, row_tiles.index(vector + 1))
+                        _copy_vector(rows, RATE_E0, row, ready, row_tiles.index(vector + 2))
+                        _copy_vector(rows, RATE_E1, row, ready, row_tiles.index(vector + 3))
                     else:
-                        _copy_vector(rows, E0, row, ready, row_tiles.index(to + 1))
+                        _copy_vector(rows, E0, row, ready, row_tiles.index(vector + 1))
                     i += 1
         number = after
         n += 1
@@ -163,24 +177,30 @@ def _produce_rows(
 
 @gluon.jit
 def _consume_step(
-    i, dk, dv, buffers, key, value, factor, row0, keys, tq, tk, window,
-    POLAR: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    i, here, dk, dv, buffers, factor, row0, keys, tq, tk, window,
+    DK: gl.constexpr, DV: gl.constexpr, POLAR: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
+    """BLOCK_M rows into dk (if DK) and dv (if DV), a tuple of CHUNKS accumulators each."""
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done = buffers
     VECTORS: gl.constexpr = 4 if POLAR else 2
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     stage = i % STAGES
     vectors = stage * VECTORS
-    query = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    grad = gs_tiles.index(stage)
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     score = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
-    score = warpgroup_mma(key, query.permute((1, 0)), score, use_acc=False, is_async=True)
-    du = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
-    du = warpgroup_mma(value, grad.permute((1, 0)), du, use_acc=False, is_async=True)
-    score = warpgroup_mma_wait(1, deps=[score])
+    for c in gl.static_range(CHUNKS):
+        key = k_tiles.index(here * CHUNKS + c).reshape([KEYS, CHUNK])
+        query = q_tiles.index(stage * CHUNKS + c).reshape([BLOCK_M, CHUNK])
+        score = warpgroup_mma(key, query.permute((1, 0)), score, use_acc=c > 0, is_async=True)
+    if DK:
+        du = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
+        for c in gl.static_range(CHUNKS):
+            value = v_tiles.index(here * CHUNKS + c).reshape([KEYS, CHUNK])
+            grad = gs_tiles.index(stage * CHUNKS + c)
+            du = warpgroup_mma(value, grad.permute((1, 0)), du, use_acc=c > 0, is_async=True)
+    score = warpgroup_mma_wait(CHUNKS if DK else 0, deps=[score])
     minus_lam = row_tiles.index(vectors).load(S_LAYOUT)  # [1, M]
     if POLAR:
         rate = row_tiles.index(vectors + 1).load(S_LAYOUT)  # [1, M]
@@ -196,75 +216,95 @@ def _consume_step(
         if WINDOW:
             seen = seen & (keys[:, None] >= (high - window)[None, :])
         u = gl.where(seen, u, 0.0)
-    weight = gl.convert_layout(u.to(q_tiles.dtype), A_LAYOUT)
-    dv = warpgroup_mma(weight, grad, dv, is_async=True)
-    du = warpgroup_mma_wait(1, deps=[du])
-    if POLAR:
-        rate = row_tiles.index(vectors + 1).load(S_LAYOUT)  # again: no register keeps it
-        rate_e0 = row_tiles.index(vectors + 2).load(S_LAYOUT)  # [1, M]
-        rate_e1 = row_tiles.index(vectors + 3).load(S_LAYOUT)  # [1, M]
-        g = u * (du * rate + (rate_e0 - rate_e1 * u))
-    else:
-        e0 = row_tiles.index(vectors + 1).load(S_LAYOUT)  # [1, M]
-        g = u * (du + e0)
-    g = gl.convert_layout(g.to(q_tiles.dtype), A_LAYOUT)
-    dk = warpgroup_mma(g, query, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    dv_new = ()
+    if DV:
+        weight = gl.convert_layout(u.to(q_tiles.dtype), A_LAYOUT)
+        for c in gl.static_range(CHUNKS):
+            grad = gs_tiles.index(stage * CHUNKS + c)
+            dv_new += (warpgroup_mma(weight, grad, dv[c], is_async=True),)
+    dk_new = ()
+    if DK:
+        du = warpgroup_mma_wait(CHUNKS if DV else 0, deps=[du])
+        if POLAR:
+            rate = row_tiles.index(vectors + 1).load(S_LAYOUT)  # again: no register keeps it
+            rate_e0 = row_tiles.index(vectors + 2).load(S_LAYOUT)  # [1, M]
+            rate_e1 = row_tiles.index(vectors + 3).load(S_LAYOUT)  # [1, M]
+            g = u * (du * rate + (rate_e0 - rate_e1 * u))
+        else:
+            e0 = row_tiles.index(vectors + 1).load(S_LAYOUT)  # [1, M]
+            g = u * (du + e0)
+        g = gl.convert_layout(g.to(q_tiles.dtype), A_LAYOUT)
+        for c in gl.static_range(CHUNKS):
+            query = q_tiles.index(stage * CHUNKS + c).reshape([BLOCK_M, CHUNK])
+            dk_new += (warpgroup_mma(g, query, dk[c], is_async=True),)
+    settled = wait_chunks(dk_new + dv_new)
     mbarrier.arrive(free.index(stage), count=1)
-    return dk, dv
+    return settled[: len(dk)], settled[len(dk) :]
 
 
 @gluon.jit
 def _consume_rows(
     WHO: gl.constexpr, buffers, turns, results, sizes, scale, cu_q, cu_k,
     POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free = buffers
+    k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done = buffers
     dk_out, dv_out = results
     all_rows, total, heads_q, group, sequences, window, padded, tiles = sizes
-    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    SHARED: gl.constexpr = BLOCK_N == KEYS  # the keys, by both consumers
+    DK: gl.constexpr = not SHARED or WHO == 1
+    DV: gl.constexpr = not SHARED or WHO == 0
+    PART: gl.constexpr = 0 if SHARED else WHO
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     heads_k = heads_q // group
     i = total * 0
     n = total * 0
     number = gl.program_id(0)
     while number < tiles:
         batch, head_k, key0, first_key, base, tq, tk = _place_keys(
-            number, sizes, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED, BLOCK_N
         )
         plan = row_bounds(key0, tq, tk, window, CAUSAL, False, WINDOW, False, BLOCK_M, BLOCK_N)
         own = n % BUFFERS
-        keys = key0 + WHO * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-        mine = own * CONSUMERS + WHO
-        dk = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
-        dv = gl.zeros([KEYS, BLOCK_D], gl.float32, O_LAYOUT)
+        first_mine = key0 + PART * KEYS
+        keys = first_mine + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+        mine = own * (BLOCK_N // KEYS) + PART
+        dk = zero_chunks(CHUNKS if DK else 0, KEYS, CHUNK, O_LAYOUT)
+        dv = zero_chunks(CHUNKS if DV else 0, KEYS, CHUNK, O_LAYOUT)
         mbarrier.wait(own_full.index(own), (n // BUFFERS) & 1)
         for part in gl.static_range(3):
             if part < 2 or WINDOW:
                 first, last = _part(plan, part)
                 steps = gl.maximum(last - first, 0) // BLOCK_M
                 here = opaque(mine)
-                key = k_tiles.index(here).reshape([KEYS, BLOCK_D])
-                value = v_tiles.index(here).reshape([KEYS, BLOCK_D])
                 for step in range(steps * group):
                     row0 = first + step % steps * BLOCK_M
                     dk, dv = _consume_step(
-                        i, dk, dv, buffers, key, value, scale * LOG2E, row0, keys, tq, tk, window,
-                        POLAR, part != 1, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, STAGES,
+                        i, here, dk, dv, buffers, scale * LOG2E, row0, keys, tq, tk, window,
+                        DK, DV, POLAR, part != 1, CAUSAL, WINDOW, BLOCK_M, CHUNK, CHUNKS, STAGES,
                         S_LAYOUT, O_LAYOUT,
                     )  # fmt: skip
                     i += 1
-        first_mine = key0 + WHO * KEYS
+        if SHARED:  # the results leave through the tiles that the other one reads too
+            mbarrier.arrive(done, count=1)
+            mbarrier.wait(done, n & 1)
         at = ((batch.to(gl.int64) * total + first_key + first_mine) * heads_k + head_k) * WIDTH
         left = tk - first_mine
-        dk = dk * (LN2 if POLAR else scale)
-        key_tile = k_tiles.index(mine).reshape([KEYS, BLOCK_D])
-        store_rows(key_tile, dk, dk_out, at, heads_k * WIDTH, left, WIDTH, KEYS, BLOCK_D)
-        value_tile = v_tiles.index(mine).reshape([KEYS, BLOCK_D])
-        store_rows(value_tile, dv, dv_out, at, heads_k * WIDTH, left, WIDTH, KEYS, BLOCK_D)
+        for c in gl.static_range(CHUNKS):
+            if DK:
+                key_tile = k_tiles.index(mine * CHUNKS + c).reshape([KEYS, CHUNK])
+                store_rows(
+                    key_tile, dk[c] * (LN2 if POLAR else scale), dk_out, at + c * CHUNK,
+                    heads_k * WIDTH, left, WIDTH - c * CHUNK, KEYS, CHUNK,
+                )  # fmt: skip
+            if DV:
+                value_tile = v_tiles.index(mine * CHUNKS + c).reshape([KEYS, CHUNK])
+                store_rows(
+                    value_tile, dv[c], dv_out, at + c * CHUNK,
+                    heads_k * WIDTH, left, WIDTH - c * CHUNK, KEYS, CHUNK,
+                )  # fmt: skip
         mbarrier.arrive(own_free.index(own), count=1)
         number = take(turns, n)
         n += 1
@@ -276,24 +316,27 @@ def attention_bwd_dkdv(
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
     window: gl.int32, padded: gl.int32, tiles: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of `tiles` key tiles, one of one key head each."""
     VECTORS: gl.constexpr = 4 if POLAR else 2
-    OWN: gl.constexpr = BUFFERS * CONSUMERS
-    k_tiles = gl.allocate_shared_memory(k.dtype, [OWN, 1, 1, KEYS, BLOCK_D], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [OWN, 1, 1, KEYS, BLOCK_D], v.layout)
+    OWN: gl.constexpr = BUFFERS * (BLOCK_N // KEYS) * CHUNKS
+    STREAMED: gl.constexpr = STAGES * CHUNKS
+    k_tiles = gl.allocate_shared_memory(k.dtype, [OWN, 1, 1, KEYS, CHUNK], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [OWN, 1, 1, KEYS, CHUNK], v.layout)
     if PACKED:
-        q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_M, BLOCK_D], q.layout)
+        q_tiles = gl.allocate_shared_memory(q.dtype, [STREAMED, BLOCK_M, CHUNK], q.layout)
     else:
-        q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
-    gs_tiles = gl.allocate_shared_memory(gs.dtype, [STAGES, BLOCK_M, BLOCK_D], gs.layout)
+        q_tiles = gl.allocate_shared_memory(q.dtype, [STREAMED, 1, 1, BLOCK_M, CHUNK], q.layout)
+    gs_tiles = gl.allocate_shared_memory(gs.dtype, [STREAMED, BLOCK_M, CHUNK], gs.layout)
     row_tiles = gl.allocate_shared_memory(rows.dtype, [STAGES * VECTORS, 1, BLOCK_M], rows.layout)
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(done, count=CONSUMERS)
     own_full, own_free = new_barriers(BUFFERS)
     full, free = new_barriers(STAGES)
 
-    buffers = (k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free)
+    buffers = (k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done)
     turns = new_turns(counter)
     results = (dk_out, dv_out)
     sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles)
@@ -302,15 +345,17 @@ def attention_bwd_dkdv(
         [
             (_consume_rows, (
                 0, buffers, turns, results, sizes, scale, cu_q, cu_k,
-                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
+                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                BUFFERS,
             )),
             (_consume_rows, (
                 1, buffers, turns, results, sizes, scale, cu_q, cu_k,
-                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
+                POLAR, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_M, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                BUFFERS,
             )),
             (_produce_rows, (
                 q, k, v, gs, rows, buffers, turns, sizes, cu_q, cu_k,
-                POLAR, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_D, STAGES, BUFFERS,
+                POLAR, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_N, CHUNK, CHUNKS, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],
@@ -338,14 +383,28 @@ def _place_rows(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def _copy_keys(
+    k, v, batch, head, row, buffers, stage, ready,
+    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
+    mbarrier.expect(ready, 2 * BLOCK_N * CHUNK * CHUNKS * 2)
+    for c in gl.static_range(CHUNKS):
+        at = [batch, head, row, c * CHUNK]
+        tma.async_copy_global_to_shared(k, at, ready, k_tiles.index(stage * CHUNKS + c))
+        tma.async_copy_global_to_shared(v, at, ready, v_tiles.index(stage * CHUNKS + c))
+
+
+@gluon.jit
 def _produce_keys(
     q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
     all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
     i = all_rows * 0
     n = all_rows * 0
     cleared = all_rows * 0
@@ -360,13 +419,15 @@ def _produce_keys(
         )
         own = n % BUFFERS
         mbarrier.wait(own_free.index(own), ((n // BUFFERS) & 1) ^ 1)
-        mbarrier.expect(own_full.index(own), 2 * BLOCK_M * BLOCK_D * 2)
+        arrived = own_full.index(own)
+        mbarrier.expect(arrived, 2 * BLOCK_M * BYTES)
         for who in gl.static_range(CONSUMERS):
-            mine = own * CONSUMERS + who
-            at = [batch, head, first_row + row0 + who * ROWS, 0]
-            tma.async_copy_global_to_shared(q, at, own_full.index(own), q_tiles.index(mine))
-            at_gs = [at_row + who * ROWS, 0]
-            tma.async_copy_global_to_shared(gs, at_gs, own_full.index(own), gs_tiles.index(mine))
+            for c in gl.static_range(CHUNKS):
+                to = (own * CONSUMERS + who) * CHUNKS + c
+                at = [batch, head, first_row + row0 + who * ROWS, c * CHUNK]
+                tma.async_copy_global_to_shared(q, at, arrived, q_tiles.index(to))
+                at_gs = [at_row + who * ROWS, c * CHUNK]
+                tma.async_copy_global_to_shared(gs, at_gs, arrived, gs_tiles.index(to))
         for part in gl.static_range(3):
             if part > 0 or WINDOW:
                 first, last = _part(plan, part)
@@ -374,21 +435,24 @@ def _produce_keys(
                     stage = i % STAGES
                     mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
                     ready = full.index(stage)
-                    where = [batch, head // group, first_key + j, 0]
+                    key_row = first_key + j
                     if PACKED and j + BLOCK_N > tk:
                         # Rows of the next sequence have no weight, but 0·NaN is NaN.
-                        mbarrier.expect(copied, 2 * BLOCK_N * BLOCK_D * 2)
-                        tma.async_copy_global_to_shared(k, where, copied, k_tiles.index(stage))
-                        tma.async_copy_global_to_shared(v, where, copied, v_tiles.index(stage))
+                        _copy_keys(
+                            k, v, batch, head // group, key_row, buffers, stage, copied,
+                            BLOCK_N, CHUNK, CHUNKS,
+                        )  # fmt: skip
                         mbarrier.wait(copied, cleared & 1)
-                        clear_rows(k_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
-                        clear_rows(v_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
+                        for c in gl.static_range(CHUNKS):
+                            clear_rows(k_tiles.index(stage * CHUNKS + c), tk - j, BLOCK_N, CHUNK)
+                            clear_rows(v_tiles.index(stage * CHUNKS + c), tk - j, BLOCK_N, CHUNK)
                         mbarrier.arrive(ready, count=1)
                         cleared += 1
                     else:
-                        mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_D * 2)
-                        tma.async_copy_global_to_shared(k, where, ready, k_tiles.index(stage))
-                        tma.async_copy_global_to_shared(v, where, ready, v_tiles.index(stage))
+                        _copy_keys(
+                            k, v, batch, head // group, key_row, buffers, stage, ready,
+                            BLOCK_N, CHUNK, CHUNKS,
+                        )  # fmt: skip
                     i += 1
         number = after
         n += 1
@@ -396,23 +460,27 @@ def _produce_keys(
 
 @gluon.jit
 def _consume_keys_step(
-    i, dq, pairs, wanted, buffers, query, grad, vectors, j, low, high,
+    i, here, dq, pairs, wanted, buffers, vectors, j, low, high,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
     minus_lam, e0, rate, e1 = vectors
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     stage = i % STAGES
-    key = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-    value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     score = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    score = warpgroup_mma(query, key.permute((1, 0)), score, use_acc=False, is_async=True)
+    for c in gl.static_range(CHUNKS):
+        query = q_tiles.index(here * CHUNKS + c).reshape([ROWS, CHUNK])
+        key = k_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
+        score = warpgroup_mma(query, key.permute((1, 0)), score, use_acc=c > 0, is_async=True)
     du = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    du = warpgroup_mma(grad, value.permute((1, 0)), du, use_acc=False, is_async=True)
-    score = warpgroup_mma_wait(1, deps=[score])
+    for c in gl.static_range(CHUNKS):
+        grad = gs_tiles.index(here * CHUNKS + c)
+        value = v_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
+        du = warpgroup_mma(grad, value.permute((1, 0)), du, use_acc=c > 0, is_async=True)
+    score = warpgroup_mma_wait(CHUNKS, deps=[score])
     u = gl.exp2(score * rate[:, None] + minus_lam[:, None])
     if MASKED:
         at = j + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -427,10 +495,18 @@ def _consume_keys_step(
         if wanted:
             pairs += gl.sum(g, 1)
     g = gl.convert_layout(g.to(k_tiles.dtype), A_LAYOUT)
-    dq = warpgroup_mma(g, key, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    dq_new = ()
+    for c in gl.static_range(CHUNKS):
+        key = k_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
+        dq_new += (warpgroup_mma(g, key, dq[c], is_async=True),)
+    dq_new = wait_chunks(dq_new)
     mbarrier.arrive(free.index(stage), count=1)
-    return dq, pairs
+    return dq_new, pairs
+
+
+@gluon.jit
+def _add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 @gluon.jit
@@ -438,8 +514,8 @@ def _consume_keys(
     WHO: gl.constexpr, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
     cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
     rows_in, by_pairs = operands
@@ -448,7 +524,7 @@ def _consume_keys(
     total, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     R_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     i = total * 0
     n = total * 0
@@ -471,29 +547,44 @@ def _consume_keys(
         if POLAR:
             rate = gl.load(rows_in + at_mine + RATE * row_stride)
             e1 = gl.load(rows_in + at_mine + E1 * row_stride)
+            # The end wants these, and would wait for them there.
+            gain_n = gl.load(length_gain + head).to(gl.float32)
+            bias = gl.load(null_base + head).to(gl.float32)
+            slope_n = gl.load(null_slope + head).to(gl.float32)
         wanted = False
         if NULL_VALUE:
             of_pairs = gl.load(by_pairs + at_mine)
             wanted = gl.max(of_pairs, 0) > 0.0
         vectors = (minus_lam, e0, rate, e1)
         mine = own * CONSUMERS + WHO
-        dq = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        dq = zero_chunks(CHUNKS, ROWS, CHUNK, O_LAYOUT)
         pairs = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         mbarrier.wait(own_full.index(own), (n // BUFFERS) & 1)
         for part in gl.static_range(3):
             if part > 0 or WINDOW:
                 first, last = _part(plan, part)
                 here = opaque(mine)
-                query = q_tiles.index(here).reshape([ROWS, BLOCK_D])
-                grad = gs_tiles.index(here)
                 for j in range(first, last, BLOCK_N):
                     dq, pairs = _consume_keys_step(
-                        i, dq, pairs, wanted, buffers, query, grad, vectors, j, low, high,
-                        POLAR, NULL_VALUE, part != 1, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                        i, here, dq, pairs, wanted, buffers, vectors, j, low, high,
+                        POLAR, NULL_VALUE, part != 1, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                        S_LAYOUT, O_LAYOUT,
                     )  # fmt: skip
                     i += 1
-        dq = dq * gl.convert_layout(rate * LN2, R_LAYOUT)[:, None]
-        query_tile = q_tiles.index(mine).reshape([ROWS, BLOCK_D])
+        factor = gl.convert_layout(rate * LN2, R_LAYOUT)
+        first_mine = row0 + WHO * ROWS
+        at = ((batch.to(gl.int64) * total + first_row + first_mine) * heads_q + head) * WIDTH
+        left = tq - first_mine
+        along = gl.zeros([ROWS], gl.float32, R_LAYOUT)
+        for c in gl.static_range(CHUNKS):
+            query_tile = q_tiles.index(mine * CHUNKS + c).reshape([ROWS, CHUNK])
+            scaled = dq[c] * factor[:, None]
+            if POLAR:
+                along += gl.sum(query_tile.load(O_LAYOUT).to(gl.float32) * scaled, 1)
+            store_rows(
+                query_tile, scaled, dq_out, at + c * CHUNK, heads_q * WIDTH, left,
+                WIDTH - c * CHUNK, ROWS, CHUNK,
+            )  # fmt: skip
         if POLAR:
             # As store_dq of the plain kernel: dt = (q·dq)/t, and d_null of rows left to the pairs.
             rows_out = gl.convert_layout(rows, R_LAYOUT)
@@ -502,10 +593,8 @@ def _consume_keys(
             length = gl.maximum(high_out - low_out, 1).to(gl.float32)
             log_n = gl.log(length)
             log_n1 = gl.sqrt(gl.log(length + 1.0))
-            t = 1.0 + gl.load(length_gain + head).to(gl.float32) * log_n
-            nu = gl.load(null_base + head).to(gl.float32)
-            nu += gl.load(null_slope + head).to(gl.float32) * log_n1
-            along = gl.sum(query_tile.load(O_LAYOUT).to(gl.float32) * dq, 1)
+            t = 1.0 + gain_n * log_n
+            nu = bias + slope_n * log_n1
             dt = gl.where(inside & (t != 0.0), along / gl.where(t == 0.0, 1.0, t), 0.0)
             d_null = along * 0.0
             if NULL_VALUE:
@@ -513,13 +602,13 @@ def _consume_keys(
             d_null = gl.where(inside, d_null, 0.0)
             place = (head.to(gl.int64) * partials + slot) * CONSUMERS + WHO
             at_sums = sums + place * PAIR_SCALARS
-            gl.store(at_sums, gl.sum(d_null * t, 0))
-            gl.store(at_sums + 1, gl.sum(d_null * t * log_n1, 0))
-            gl.store(at_sums + 2, gl.sum((dt + d_null * nu) * log_n, 0))
-        first_mine = row0 + WHO * ROWS
-        at = ((batch.to(gl.int64) * total + first_row + first_mine) * heads_q + head) * WIDTH
-        left = tq - first_mine
-        store_rows(query_tile, dq, dq_out, at, heads_q * WIDTH, left, WIDTH, ROWS, BLOCK_D)
+            d_base = d_null * t
+            d_gain = (dt + d_null * nu) * log_n
+            # One reduction: its warps meet once, not three times.
+            d_base, d_slope, d_gain = gl.reduce((d_base, d_base * log_n1, d_gain), 0, _add_three)
+            gl.store(at_sums, d_base)
+            gl.store(at_sums + 1, d_slope)
+            gl.store(at_sums + 2, d_gain)
         mbarrier.arrive(own_free.index(own), count=1)
         number = take(turns, n)
         n += 1
@@ -533,15 +622,16 @@ def attention_bwd_dq(
     window: gl.int32, partials: gl.int32, padded: gl.int32, row_stride: gl.int64, tiles: gl.int32,
     scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """dq of `tiles` query tiles, and each tile's parts of three parameter gradients."""
-    OWN: gl.constexpr = BUFFERS * CONSUMERS
-    q_tiles = gl.allocate_shared_memory(q.dtype, [OWN, 1, 1, ROWS, BLOCK_D], q.layout)
-    gs_tiles = gl.allocate_shared_memory(gs.dtype, [OWN, ROWS, BLOCK_D], gs.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v.layout)
+    OWN: gl.constexpr = BUFFERS * CONSUMERS * CHUNKS
+    STREAMED: gl.constexpr = STAGES * CHUNKS
+    q_tiles = gl.allocate_shared_memory(q.dtype, [OWN, 1, 1, ROWS, CHUNK], q.layout)
+    gs_tiles = gl.allocate_shared_memory(gs.dtype, [OWN, ROWS, CHUNK], gs.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STREAMED, 1, 1, BLOCK_N, CHUNK], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STREAMED, 1, 1, BLOCK_N, CHUNK], v.layout)
     copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(copied, count=1)
     own_full, own_free = new_barriers(BUFFERS)
@@ -557,17 +647,17 @@ def attention_bwd_dq(
         [
             (_consume_keys, (
                 0, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
-                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D,
-                STAGES, BUFFERS,
+                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK,
+                CHUNKS, STAGES, BUFFERS,
             )),
             (_consume_keys, (
                 1, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
-                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D,
-                STAGES, BUFFERS,
+                cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK,
+                CHUNKS, STAGES, BUFFERS,
             )),
             (_produce_keys, (
                 q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
-                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, BUFFERS,
+                CAUSAL, WINDOW, PACKED, BLOCK_N, CHUNK, CHUNKS, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],

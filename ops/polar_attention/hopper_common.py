@@ -2,7 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
 
 from ..common import count_tiles, place_tile
 
@@ -90,6 +94,26 @@ def place_rows(number, tq, tk, heads_q, sequences, cu_q, cu_k, PACKED: gl.conste
     keys = gl.where(row0 < rows, keys, 0)  # a tile past the rows of its sequence has no steps
     rows = gl.where(row0 < rows, rows, 0)
     return batch, head, of_head, sequence, row0, first_row, first_key, rows, keys
+
+
+@gluon.jit
+def zero_chunks(COUNT: gl.constexpr, TILE_ROWS: gl.constexpr, CHUNK: gl.constexpr,
+                 LAYOUT: gl.constexpr):  # fmt: skip
+    """COUNT accumulators of [TILE_ROWS, CHUNK]."""
+    chunks = ()
+    for _ in gl.static_range(COUNT):
+        chunks += (gl.zeros([TILE_ROWS, CHUNK], gl.float32, LAYOUT),)
+    return chunks
+
+
+@gluon.jit
+def wait_chunks(chunks):
+    """The accumulators, once all products are through."""
+    if len(chunks) == 1:
+        chunks = (warpgroup_mma_wait(0, deps=chunks),)
+    else:
+        chunks = warpgroup_mma_wait(0, deps=chunks)
+    return chunks
 
 
 @gluon.jit

@@ -8,6 +8,9 @@
     k_full, v_full [STAGES]  completed by the copies     k_free, v_free [STAGES]  all consumers
     q_full, q_free [BUFFERS]                             the same of q
 
+A head is CHUNKS of CHUNK columns, each a tile of its own in shared memory and in the accumulators:
+a width of 192 is no 256.
+
 One program a multiprocessor serves tile after tile (`hopper_common.draw`): the next tile's q, and
 its first k and v, arrive while this one's results are formed and stored.
 
@@ -39,6 +42,8 @@ from .hopper_common import (
     place_rows,
     store_rows,
     take,
+    wait_chunks,
+    zero_chunks,
 )
 
 RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "tiles", "scale")
@@ -69,15 +74,27 @@ def _key_of(step, begin, full_end, right, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _copy(
+    x, batch, head, row, tiles, stage, ready,
+    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(ready, BLOCK_N * CHUNK * CHUNKS * 2)
+    for c in gl.static_range(CHUNKS):
+        at = [batch, head, row, c * CHUNK]
+        tma.async_copy_global_to_shared(x, at, ready, tiles.index(stage * CHUNKS + c))
+
+
+@gluon.jit
 def _produce(
     q, k, v, buffers, turns, sizes, cu_q, cu_k,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     all_rows, all_keys, heads_q, group, sequences, window, tiles = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
     i = all_rows * 0
     cleared = all_rows * 0
     n = all_rows * 0
@@ -92,32 +109,35 @@ def _produce(
         )
         buffer = n % BUFFERS
         mbarrier.wait(q_free.index(buffer), ((n // BUFFERS) & 1) ^ 1)
-        mbarrier.expect(q_full.index(buffer), CONSUMERS * ROWS * BLOCK_D * 2)
+        mbarrier.expect(q_full.index(buffer), BLOCK_M * BYTES)
         for who in gl.static_range(CONSUMERS):
-            tma.async_copy_global_to_shared(
-                q, [batch, head, first_row + row0 + who * ROWS, 0], q_full.index(buffer),
-                q_tiles.index(buffer * CONSUMERS + who),
-            )  # fmt: skip
+            for c in gl.static_range(CHUNKS):
+                tma.async_copy_global_to_shared(
+                    q, [batch, head, first_row + row0 + who * ROWS, c * CHUNK],
+                    q_full.index(buffer), q_tiles.index((buffer * CONSUMERS + who) * CHUNKS + c),
+                )  # fmt: skip
         for step in range(steps):
             j = _key_of(step, begin, full_end, right, BLOCK_N)
-            at = [batch, head // group, first_key + j, 0]
+            row = first_key + j
             stage = i % STAGES
             phase = (i // STAGES) & 1
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), BYTES)
-            tma.async_copy_global_to_shared(k, at, k_full.index(stage), k_tiles.index(stage))
+            head_k = head // group
+            _copy(
+                k, batch, head_k, row, k_tiles, stage, k_full.index(stage), BLOCK_N, CHUNK, CHUNKS
+            )
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             if PACKED and j + BLOCK_N > tk:
                 # Rows of the next sequence have no weight, but 0·NaN is NaN.
-                mbarrier.expect(copied, BYTES)
-                tma.async_copy_global_to_shared(v, at, copied, v_tiles.index(stage))
+                _copy(v, batch, head_k, row, v_tiles, stage, copied, BLOCK_N, CHUNK, CHUNKS)
                 mbarrier.wait(copied, cleared & 1)
-                clear_rows(v_tiles.index(stage), tk - j, BLOCK_N, BLOCK_D)
+                for c in gl.static_range(CHUNKS):
+                    clear_rows(v_tiles.index(stage * CHUNKS + c), tk - j, BLOCK_N, CHUNK)
                 mbarrier.arrive(v_full.index(stage), count=1)
                 cleared += 1
             else:
-                mbarrier.expect(v_full.index(stage), BYTES)
-                tma.async_copy_global_to_shared(v, at, v_full.index(stage), v_tiles.index(stage))
+                ready = v_full.index(stage)
+                _copy(v, batch, head_k, row, v_tiles, stage, ready, BLOCK_N, CHUNK, CHUNKS)
             i += 1
         number = after
         n += 1
@@ -181,9 +201,9 @@ def _rescale_operands(count):
 
 
 @gluon.jit
-def _rescale(acc, alpha, BLOCK_D: gl.constexpr):
+def _rescale(acc, alpha, CHUNK: gl.constexpr):
     """acc·α; as a rule α is 1 (see SLACK), and a warp for whose rows it is multiplies nothing."""
-    COUNT: gl.constexpr = BLOCK_D // 2  # elements of a thread
+    COUNT: gl.constexpr = CHUNK // 2  # elements of a thread
     return gl.inline_asm_elementwise(
         _rescale_asm(COUNT),
         _rescale_operands(COUNT),
@@ -195,10 +215,37 @@ def _rescale(acc, alpha, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
+def _scores(
+    q_tiles, k_tiles, mine, stage,
+    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start q·kᵀ."""
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    for c in gl.static_range(CHUNKS):
+        query = q_tiles.index(mine * CHUNKS + c).reshape([ROWS, CHUNK])
+        key = k_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
+        s = warpgroup_mma(query, key.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _weigh(
+    p, v_tiles, stage, acc, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr
+):
+    """Start acc + p·v."""
+    products = ()
+    for c in gl.static_range(CHUNKS):
+        value = v_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
+        products += (warpgroup_mma(p, value, acc[c], is_async=True),)
+    return products
+
+
+@gluon.jit
 def _consume_step(
-    i, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers, plan,
+    i, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
     COUNT: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Step `step` of a tile, the i-th of the program."""
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
@@ -213,33 +260,49 @@ def _consume_step(
     phase_before = ((i - 1) // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
     mbarrier.wait(v_full.index(before), phase_before)
-    key = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-    value = v_tiles.index(before).reshape([BLOCK_N, BLOCK_D])
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_mine, key.permute((1, 0)), s, use_acc=False, is_async=True)
-    acc = warpgroup_mma(p, value, acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = _scores(q_tiles, k_tiles, mine, stage, BLOCK_N, CHUNK, CHUNKS, S_LAYOUT)
+    acc = _weigh(p, v_tiles, before, acc, BLOCK_N, CHUNK, CHUNKS)
+    s = warpgroup_mma_wait(CHUNKS, deps=[s])
     mbarrier.arrive(k_free.index(stage), count=1)
     j = _key_of(step, begin, full_end, right, BLOCK_N)
     weight, alpha, m, l, s2 = _softmax(
         s, m, l, s2, rate, j, low, high, COUNT, MASKED, WINDOW, BLOCK_N, S_LAYOUT
     )
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = wait_chunks(acc)
     mbarrier.arrive(v_free.index(before), count=1)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))
-    if MASKED:
-        acc = acc * alpha[:, None]
-    else:
-        acc = _rescale(acc, alpha, BLOCK_D)
-    return acc, weight, m, l, s2
+    scaled = ()
+    for c in gl.static_range(CHUNKS):
+        if MASKED:
+            scaled += (acc[c] * alpha[:, None],)
+        else:
+            scaled += (_rescale(acc[c], alpha, CHUNK),)
+    return scaled, weight, m, l, s2
+
+
+@gluon.jit
+def _null_value(
+    null_value, head, NULL_VALUE: gl.constexpr, WIDTH: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The null value of a head in fp32, in chunks."""
+    chunks = ()
+    for c in gl.static_range(CHUNKS):
+        value = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(0, O_LAYOUT))
+        if NULL_VALUE:
+            cols = c * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O_LAYOUT))
+            value = gl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
+            value = value.to(gl.float32)
+        chunks += (value,)
+    return chunks
 
 
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     null_value, null_base, null_slope, length_gain, magnitude_gain = parameters
@@ -247,7 +310,7 @@ def _consume(
     total, all_keys, heads_q, group, sequences, window, tiles = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     R_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     A_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -278,17 +341,15 @@ def _consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, R_LAYOUT)
         l = gl.zeros([ROWS], gl.float32, R_LAYOUT)
         s2 = gl.zeros([ROWS], gl.float32, R_LAYOUT)
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        acc = zero_chunks(CHUNKS, ROWS, CHUNK, O_LAYOUT)
         buffer = n % BUFFERS
-        q_mine = q_tiles.index(buffer * CONSUMERS + WHO).reshape([ROWS, BLOCK_D])
+        mine = buffer * CONSUMERS + WHO
         mbarrier.wait(q_full.index(buffer), (n // BUFFERS) & 1)
         if steps > 0:
             # The first step has no product of weights and values to start beside its scores.
             stage = base % STAGES
             mbarrier.wait(k_full.index(stage), (base // STAGES) & 1)
-            key = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
-            s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-            s = warpgroup_mma(q_mine, key.permute((1, 0)), s, use_acc=False, is_async=True)
+            s = _scores(q_tiles, k_tiles, mine, stage, BLOCK_N, CHUNK, CHUNKS, S_LAYOUT)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_free.index(stage), count=1)
             j = _key_of(0, begin, full_end, right, BLOCK_N)
@@ -297,22 +358,24 @@ def _consume(
             )
             for step in range(1, masked):
                 acc, weight, m, l, s2 = _consume_step(
-                    base + step, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers,
-                    plan, POLAR, True, WINDOW, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                    base + step, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
+                    POLAR, True, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
             for step in range(gl.maximum(masked, 1), steps):
                 acc, weight, m, l, s2 = _consume_step(
-                    base + step, step, acc, weight, m, l, s2, rate, low, high, q_mine, buffers,
-                    plan, POLAR, False, WINDOW, BLOCK_N, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                    base + step, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
+                    POLAR, False, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
             last = base + steps - 1
+            # Here, so that it arrives while the last product runs.
+            null = _null_value(null_value, head, NULL_VALUE, WIDTH, CHUNK, CHUNKS, O_LAYOUT)
             stage = last % STAGES
             mbarrier.wait(v_full.index(stage), (last // STAGES) & 1)
-            value = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_D])
             p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
-            acc = warpgroup_mma(p, value, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = wait_chunks(_weigh(p, v_tiles, stage, acc, BLOCK_N, CHUNK, CHUNKS))
             mbarrier.arrive(v_free.index(stage), count=1)
+        else:
+            null = _null_value(null_value, head, NULL_VALUE, WIDTH, CHUNK, CHUNKS, O_LAYOUT)
 
         m = gl.convert_layout(m, A_LAYOUT)
         l = gl.convert_layout(l, A_LAYOUT)
@@ -330,19 +393,23 @@ def _consume(
             gap = (log_sum - gl.convert_layout(null_logit, A_LAYOUT)) * LOG2E
             w_real = 1.0 / (1.0 + gl.exp2(-gap))
             w_null = 1.0 / (1.0 + gl.exp2(gap))
-            acc = acc * (w_real * inverse)[:, None]
-            if NULL_VALUE:
-                cols = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, O_LAYOUT))
-                value = gl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
-                acc += w_null[:, None] * value.to(gl.float32)[None, :]
-            norm = gl.sqrt(gl.sum(acc * acc, 1))
-            acc = acc * (1.0 / gl.maximum(norm, EPS))[:, None]
+            directed = ()
+            square = gl.zeros([ROWS], gl.float32, A_LAYOUT)
+            for c in gl.static_range(CHUNKS):
+                mixed = acc[c] * (w_real * inverse)[:, None]
+                if NULL_VALUE:
+                    mixed += w_null[:, None] * null[c][None, :]
+                square += gl.sum(mixed * mixed, 1)
+                directed += (mixed,)
+            acc = directed
+            norm = gl.sqrt(square)
+            scaling = 1.0 / gl.maximum(norm, EPS)
             effective = gl.where(keyless, 1.0, l * l / gl.where(keyless, 1.0, s2))
             mass = gl.where(keyless, 0.0, effective * w_real)
             amount = tanh(gain * log1p(mass))
             if PACKED:
                 amount = gl.where(padding, 0.0, amount)
-                acc = gl.where(padding, 0.0, acc)
+                scaling = gl.where(padding, 0.0, scaling)
                 effective = gl.where(padding, 0.0, effective)
                 norm = gl.where(padding, 0.0, norm)
                 w_null = gl.where(padding, 0.0, w_null)
@@ -351,13 +418,18 @@ def _consume(
             gl.store(rho + at_row, norm, mask=inside)
             gl.store(null_mass + at_row, w_null, mask=inside)
         else:
-            acc = acc * inverse[:, None]
+            scaling = inverse
         if PACKED:
             log_sum = gl.where(padding, 0.0, log_sum)
         gl.store(lse + at_row, log_sum, mask=inside)
         row = row0 + WHO * ROWS
         at = ((batch.to(gl.int64) * total + first_row + row) * heads_q + head) * WIDTH
-        store_rows(q_mine, acc, out, at, heads_q * WIDTH, tq - row, WIDTH, ROWS, BLOCK_D)
+        for c in gl.static_range(CHUNKS):
+            store_rows(
+                q_tiles.index(mine * CHUNKS + c).reshape([ROWS, CHUNK]),
+                acc[c] * scaling[:, None], out, at + c * CHUNK, heads_q * WIDTH, tq - row,
+                WIDTH - c * CHUNK, ROWS, CHUNK,
+            )  # fmt: skip
         mbarrier.arrive(q_free.index(buffer), count=1)
         base += steps
         number = take(turns, n)
@@ -371,14 +443,15 @@ def attention_fwd(
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
     window: gl.int32, tiles: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
     """direction, count and statistics (POLAR), or out and lse, of `tiles` query tiles."""
-    Q_BUFFERS: gl.constexpr = BUFFERS * CONSUMERS
-    q_tiles = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS, 1, 1, ROWS, BLOCK_D], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v.layout)
+    OWN: gl.constexpr = BUFFERS * CONSUMERS * CHUNKS
+    STREAMED: gl.constexpr = STAGES * CHUNKS
+    q_tiles = gl.allocate_shared_memory(q.dtype, [OWN, 1, 1, ROWS, CHUNK], q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STREAMED, 1, 1, BLOCK_N, CHUNK], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STREAMED, 1, 1, BLOCK_N, CHUNK], v.layout)
     copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(copied, count=1)
     q_full, q_free = new_barriers(BUFFERS)
@@ -395,17 +468,17 @@ def attention_fwd(
         [
             (_consume, (
                 0, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK, CHUNKS, STAGES,
                 BUFFERS, EPS,
             )),
             (_consume, (
                 1, buffers, turns, parameters, results, sizes, scale, cu_q, cu_k,
-                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, BLOCK_D, STAGES,
+                POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK, CHUNKS, STAGES,
                 BUFFERS, EPS,
             )),
             (_produce, (
                 q, k, v, buffers, turns, sizes, cu_q, cu_k,
-                CAUSAL, WINDOW, PACKED, BLOCK_N, BLOCK_D, STAGES, BUFFERS,
+                CAUSAL, WINDOW, PACKED, BLOCK_N, CHUNK, CHUNKS, STAGES, BUFFERS,
             )),
         ],
         [4, 1], [240, 24],

@@ -6,6 +6,7 @@ in `triton_spaces`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from .triton_spaces import (
     OP,
     SPACE_BWD,
     SPACE_FWD,
+    HopperTiles,
     block_d,
     bucket,
+    hopper_chunks,
     hopper_dkdv_tiles,
     hopper_dq_tiles,
     hopper_fwd_tiles,
+    padded_width,
     windowed,
 )
 
@@ -145,8 +149,9 @@ def fwd(
 
     bulk = hopper or runtime.bulk_copies(device, q, k, v)
     operands = {"q": (q, HOPPER_ROWS if hopper else m), "k": (k, n), "v": (v, n)}
+    chunk, chunks = hopper_chunks(padded_width(shape.head_dim)) if hopper else (width, 1)
     arguments: dict[str, Any] = {
-        name: runtime.head_tiles(x, tile, width, gluon=hopper) if bulk else x
+        name: runtime.head_tiles(x, tile, chunk, gluon=hopper) if bulk else x
         for name, (x, tile) in operands.items()
     }
     arguments |= {
@@ -165,7 +170,6 @@ def fwd(
         "NULL_VALUE": shape.null_value,
         "WIDTH": shape.head_dim,
         "BLOCK_N": n,
-        "BLOCK_D": width,
         "STAGES": config.num_stages,
         "EPS": EPS,
     }
@@ -178,13 +182,15 @@ def fwd(
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         arguments |= {name: sizes[name] for name in SIZES} | {"tiles": tiles, "counter": counter}
         constants |= {name: rules[name] for name in ("CAUSAL", "WINDOW", "PACKED")}
-        constants["BUFFERS"] = hopper_fwd_tiles(config, shape.dtype.itemsize, width).buffers
+        buffers = hopper_fwd_tiles(config, shape.dtype.itemsize, chunk * chunks).buffers
+        constants |= {"CHUNK": chunk, "CHUNKS": chunks, "BUFFERS": buffers}
     else:
         kernel = (FORWARD, "attention_fwd")
         arguments |= sizes | _strides("q", q) | _strides("k", k) | _strides("v", v)
         constants |= {
             **rules,
             "BLOCK_M": m,
+            "BLOCK_D": width,
             "TMA": bulk,
             "ALIGNED": shape.aligned,
             "PRECISION": _precision(shape),
@@ -231,6 +237,7 @@ class _Backward:
         self.null = null
         self.config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
         self.width = block_d(shape.head_dim)
+        self.chunk, self.chunks = hopper_chunks(padded_width(shape.head_dim))
         self.heads = shape.batch * shape.heads_q
         self.padded = _tiles(shape, shape.tq, ROW_TILE) * ROW_TILE
         self.lengths = _lengths(shape, lengths)
@@ -309,6 +316,9 @@ class _Backward:
             self.sums = self._float(shape.heads_q, shape.batch * tiles, 4 + shape.head_dim)
         else:
             d_count = d_count.contiguous()  # d lse, (B, Hq, Tq)
+        # Steps of Polar mode keep more of a row in registers: they have half as many.
+        step = STEP_NUMBERS // 2 if shape.polar else STEP_NUMBERS
+        step = max(4, min(64, step // self.width))
         stride_b, stride_t, stride_h = d_count.stride()
         arguments = {
             "q": self.q,
@@ -341,7 +351,7 @@ class _Backward:
         constants = {
             **self.constants,
             "NULL_VALUE": shape.null_value,
-            "STEP": max(8, min(64, STEP_NUMBERS // self.width)),
+            "STEP": step,
             "ALIGNED": all(map(aligned, (self.q, d_out))),
             "EPS": EPS,
         }
@@ -443,7 +453,7 @@ class _Backward:
         descriptors = {}
         for operand, (x, rows) in operands.items():
             describe = runtime.head_tiles if x.ndim == 4 else runtime.matrix_tiles
-            descriptors[operand] = describe(x, rows, self.width, gluon=True)
+            descriptors[operand] = describe(x, rows, self.chunk, gluon=True)
         sizes = {size: self.lengths[size] for size in SIZES}
         scalars = {
             "counter": torch.zeros(1, dtype=torch.int32, device=self.device),
@@ -452,12 +462,16 @@ class _Backward:
             "padded": self.padded,
             "scale": shape.scale,
         }
-        rules = ("POLAR", "CAUSAL", "WINDOW", "PACKED", "WIDTH", "BLOCK_D")
+        rules = ("POLAR", "CAUSAL", "WINDOW", "PACKED", "WIDTH")
         constants |= {rule: self.constants[rule] for rule in rules}
+        constants |= {"CHUNK": self.chunk, "CHUNKS": self.chunks}
         arguments = {**descriptors, **arguments, **sizes, **scalars}
         kernel = (BACKWARD_HOPPER, name)
         programs = min(tiles, Device.of(self.device).multiprocessors)
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+
+    def _buffers(self, tiles: Callable[[Config, int, int], HopperTiles]) -> int:
+        return tiles(self.config, self.shape.dtype.itemsize, self.chunk * self.chunks).buffers
 
     def _hopper_dkdv(self) -> tuple[torch.Tensor, torch.Tensor]:
         shape, m, n = self.shape, self.config["BLOCK_M"], self.config["BLOCK_N"]
@@ -476,8 +490,9 @@ class _Backward:
         }
         constants = {
             "BLOCK_M": m,
+            "BLOCK_N": n,
             "STAGES": self.config.num_stages,
-            "BUFFERS": hopper_dkdv_tiles(self.config, shape.dtype.itemsize, self.width).buffers,
+            "BUFFERS": self._buffers(hopper_dkdv_tiles),
         }
         tiles = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
         self._hopper("attention_bwd_dkdv", tiles, operands, arguments, constants)
@@ -506,7 +521,7 @@ class _Backward:
             "NULL_VALUE": shape.null_value,
             "BLOCK_N": n,
             "STAGES": self.config["DQ_STAGES"],
-            "BUFFERS": hopper_dq_tiles(self.config, shape.dtype.itemsize, self.width).buffers,
+            "BUFFERS": self._buffers(hopper_dq_tiles),
         }
         self._hopper("attention_bwd_dq", tiles * self.heads, operands, arguments, constants)
         return dq
@@ -562,11 +577,13 @@ class _Backward:
             "partials": self.sums.shape[1],
             "partials_dq": self.sums_dq.shape[1],
         }
+        columns = 16  # of a null value, a program: one a head would leave the device idle
         constants = {
             "NULL_VALUE": value is not None,
             "WIDTH": shape.head_dim,
-            "BLOCK_D": self.width,
-            "BLOCK_P": 64,
+            "COLS": columns,
+            "BLOCK_P": 256,
         }
-        self._launch("attention_bwd_parameters", shape.heads_q, arguments, constants)
+        blocks = 1 if value is None else 1 + -(-shape.head_dim // columns)
+        self._launch("attention_bwd_parameters", blocks * shape.heads_q, arguments, constants)
         return (d_value, *grads)

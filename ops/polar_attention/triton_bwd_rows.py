@@ -18,13 +18,14 @@ RUNTIME = (
 )  # fmt: skip
 VIEWS = ("q", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
 
-ONE_STEP = tl.constexpr(8)  # rows of a step of prepare over rows of one key
+AHEAD = tl.constexpr(3)  # stages of prepare's loop with a null value, whose steps take longest
+RARE_STEP = tl.constexpr(4)  # rows of a step of prepare over rare rows
 ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
 PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
 PARTIAL_SCALARS = tl.constexpr(4)  # of prepare: those and the magnitude gain; then D of the value
 
 # What the matrix `vectors` holds of each padded row. Softmax mode has the first three; those from
-# W_REAL on are notes of prepare to itself.
+# RARE_NULL on are notes of prepare to itself. A rare row has one key, or a norm under the clamp.
 MINUS_LAM = tl.constexpr(0)  # −lam in base 2; −inf for rows that have no key or do not exist
 E0 = tl.constexpr(1)
 HIGH = tl.constexpr(2)  # with n_keys: one past the last key seen, the bits of an int32
@@ -32,11 +33,12 @@ RATE = tl.constexpr(3)  # t·scale·log₂e
 E1 = tl.constexpr(4)
 RATE_E0 = tl.constexpr(5)  # the products that dkdv takes
 RATE_E1 = tl.constexpr(6)
-W_REAL = tl.constexpr(7)
-W_NULL = tl.constexpr(8)
-W_ONE = tl.constexpr(9)  # w_null of a row of one key, where W_NULL is 0
-D_LOG_MASS = tl.constexpr(10)
-D_NULL = tl.constexpr(11)  # +inf where it is left to the pairs
+RARE_NULL = tl.constexpr(7)  # w_null of rare rows, −1 in others; written where a tile has any
+NOTES = tl.constexpr(8)  # from here on four numbers of a row side by side: the places are one
+TO_REAL = tl.constexpr(0)  # w_real/max(norm, ε)
+TO_NULL = tl.constexpr(1)  # w_null/max(norm, ε); 0 in rare rows
+PULL = tl.constexpr(2)  # what c adds to d_null; +inf where d_null is left to the pairs
+D_LOG_MASS = tl.constexpr(3)  # written where a tile has rare rows
 
 
 @triton.jit
@@ -124,17 +126,86 @@ def store_dq(
 
 
 @triton.jit
-def _project(
-    sum_value, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
-    window, padding, first_row, first_key, base, value, d_out, d_count, out, rho, q, v,
-    q_rows, gs, vectors, row_stride, stride_qb, stride_qt, stride_qh, stride_vb, stride_vt,
-    stride_vh, stride_gb, stride_gt, stride_gh,
-    POLAR: tl.constexpr, NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr,
-    STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+def _load_step(
+    out, d_out, batch, head, first, stop, total, heads_q, stride_gb, stride_gt, stride_gh,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Gs, e0 and d_null of STEP rows, or (ONE) of those among them that have one key.
+    """c and its gradient of STEP rows, [S, D] each; zeros from row `stop` on."""
+    stride_t = heads_q.to(tl.int64) * WIDTH
+    c = load_tile(
+        out, batch, head, first, stop, total * stride_t, stride_t, WIDTH,
+        WIDTH, STEP, BLOCK_D, False, False,
+    )  # fmt: skip
+    dc = load_tile(
+        d_out, batch, head, first, stop, stride_gb, stride_gt, stride_gh,
+        WIDTH, STEP, BLOCK_D, False, ALIGNED,
+    )  # fmt: skip
+    return c, dc
 
+
+@triton.jit
+def _store_step(
+    gs, grad, q, q_rows, base, first, first_row, stop, batch, head,
+    stride_qb, stride_qt, stride_qh,
+    PACKED: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Gs of STEP rows; if packed, also their rows of the padded copy of q."""
+    cols = tl.arange(0, BLOCK_D)
+    rows = first + tl.arange(0, STEP)
+    at = (base + rows)[:, None] * WIDTH + cols[None, :]
+    mask = (rows >= 0)[:, None] & (cols < WIDTH)[None, :]
+    tl.store(gs + at, grad.to(gs.dtype.element_ty), mask=mask)
+    if PACKED:
+        query = load_tile(
+            q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
+            WIDTH, STEP, BLOCK_D, False, ALIGNED,
+        )  # fmt: skip
+        tl.store(q_rows + at, query, mask=mask)
+
+
+@triton.jit
+def _share(along, square):
+    """What the projection takes off: (dc·c)/|c|², nothing where c is zero.
+
+    |c|² is that of the rounded c, not 1: projecting with it leaves a smaller row defect.
+    """
+    flat = square == 0.0
+    return tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
+
+
+@triton.jit
+def _logit_terms(length, head, null_base, null_slope, length_gain):
+    """log n, √log(n + 1), and with them t and ν, of rows that see n keys."""
+    log_n = tl.log(length)
+    log_n1 = tl.sqrt(tl.log(length + 1.0))
+    t = 1.0 + tl.load(length_gain + head).to(tl.float32) * log_n
+    nu = tl.load(null_base + head).to(tl.float32)
+    nu += tl.load(null_slope + head).to(tl.float32) * log_n1
+    return log_n, log_n1, t, nu
+
+
+@triton.jit
+def _store_scalars(at_sums, d_null, log_n, log_n1, t, nu, base=0.0, slope=0.0, length=0.0):
+    """Three partial sums of this program: what d_null adds to the ones given."""
+    tl.store(at_sums, base + tl.sum(d_null * t, 0))
+    tl.store(at_sums + 1, slope + tl.sum(d_null * t * log_n1, 0))
+    tl.store(at_sums + 2, length + tl.sum(d_null * nu * log_n, 0))
+
+
+@triton.jit
+def _project_rare(
+    first, batch, head, batch_head, at_rows, base, group, total, heads_q, tq, tk, seen_by, window,
+    padding, first_row, first_key, null_value, null_base, null_slope, length_gain,
+    d_out, out, rho, v, gs, vectors, by_pairs, at_sums, row_stride,
+    stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
+    NULL_VALUE: tl.constexpr, CAUSAL: tl.constexpr, N_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    EPS: tl.constexpr,
+):  # fmt: skip
+    """All that prepare leaves out of the rare ones among STEP rows: Gs, e0, d_null, partial sums.
+
+    Under the clamp s/ε is linear in s: no projection, and s itself has a gradient, kappa = d_s·s.
     A row of one key has its only value at hand, so that c need not be the rounded one. And as its
     score gradient and d_null add up to nothing, e0 is chosen to give just that: Gs·v + e0 − e1
     would reach it as a difference of large terms, and miss by the rounding of Gs.
@@ -142,81 +213,72 @@ def _project(
     cols = tl.arange(0, BLOCK_D)
     rows = first + tl.arange(0, STEP)  # [S]
     live = (rows < tq) & (padding == 0)
-    position = first_row + rows.to(tl.int64)
-    at_row = batch_head.to(tl.int64) * total + position
     at_vector = vectors + base + rows
-    at_out = ((batch * total + position) * heads_q + head)[:, None] * WIDTH + cols[None, :]
-    mask = live[:, None] & (cols < WIDTH)[None, :]
-    c = tl.load(out + at_out, mask=mask, other=0.0).to(tl.float32)
+    note_rows = vectors + NOTES * row_stride + (base + rows) * 4
     stop = first_row + tl.where(padding, 0, tq)
-    dc = load_tile(
-        d_out, batch, head, first_row + first, stop, stride_gb, stride_gt, stride_gh,
-        WIDTH, STEP, BLOCK_D, False, ALIGNED,
-    ).to(tl.float32)  # fmt: skip
+    c, dc = _load_step(
+        out, d_out, batch, head, first_row + first, stop, total, heads_q,
+        stride_gb, stride_gt, stride_gh, WIDTH, STEP, BLOCK_D, ALIGNED,
+    )  # fmt: skip
+    c = c.to(tl.float32)
+    dc = dc.to(tl.float32)
+    w_null = tl.load(at_vector + RARE_NULL * row_stride)
+    rare = w_null >= 0.0
+    norm = tl.load(rho + at_rows + rows, mask=live, other=1.0)
+    clamped = norm <= EPS
+    longest = tl.maximum(norm, EPS)
+    scaled = 1.0 / longest
+    w_real = tl.load(note_rows + TO_REAL) * longest
+    low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
+    one = live & (high - low == 1)
+    at_v = v + batch * stride_vb + (batch_head % heads_q // group).to(tl.int64) * stride_vh
+    at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
+    only = tl.load(at_v, mask=one[:, None] & (cols < WIDTH)[None, :], other=0.0).to(tl.float32)
+    if NULL_VALUE:
+        value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
+        value = value.to(tl.float32)
+        whole = w_real[:, None] * only + w_null[:, None] * value[None, :]
+        c = tl.where(one[:, None], whole * scaled[:, None], c)
+    along = tl.sum(dc * c, 1)  # [S]
+    share = tl.where(clamped, 0.0, _share(along, tl.sum(c * c, 1)))
+    d_s = (dc - share[:, None] * c) * scaled[:, None]  # [S, D]
+    kappa = tl.where(clamped, along, 0.0)
+    d_log_mass = tl.load(note_rows + D_LOG_MASS)
+    e0 = d_log_mass * (3.0 - w_real) - w_real * kappa
+    d_null = -w_null * (d_log_mass + kappa)
+    grad = w_real[:, None] * d_s
+    if NULL_VALUE:
+        d_null += w_null * tl.sum(d_s * value[None, :], 1)
+    e1 = tl.load(at_vector + E1 * row_stride)
+    rounded = grad.to(gs.dtype.element_ty)
+    score = -d_null
     keyless = tl.load(at_vector + MINUS_LAM * row_stride) == float("-inf")
-    written = rows >= 0
-    if POLAR:
-        w_real = tl.load(at_vector + W_REAL * row_stride)
-        w_null = tl.load(at_vector + (W_ONE if ONE else W_NULL) * row_stride)
-        d_log_mass = tl.load(at_vector + D_LOG_MASS * row_stride)
-        norm = tl.load(rho + at_row, mask=live, other=1.0)
-        if ONE:
-            low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
-            written = live & (high - low == 1)
-            at_v = v + batch * stride_vb + (head // group) * stride_vh
-            at_v += (first_key + low).to(tl.int64)[:, None] * stride_vt + cols[None, :]
-            mask_v = written[:, None] & (cols < WIDTH)[None, :]
-            only = tl.load(at_v, mask=mask_v, other=0.0).to(tl.float32)
-            if NULL_VALUE:
-                c = w_real[:, None] * only + w_null[:, None] * value[None, :]
-                c = c * (1.0 / tl.maximum(norm, EPS))[:, None]
-        along = tl.sum(dc * c, 1)  # [S]
-        clamped = norm <= EPS
-        # |c|² of the rounded c, not 1: projecting with it leaves a smaller row defect.
-        square = tl.sum(c * c, 1)
-        flat = clamped | (square == 0.0)
-        share = tl.where(flat, 0.0, along / tl.where(flat, 1.0, square))
-        d_s = (dc - share[:, None] * c) * (1.0 / tl.maximum(norm, EPS))[:, None]  # [S, D]
-        kappa = tl.where(clamped, along, 0.0)
-        e0 = d_log_mass * (3.0 - w_real) - w_real * kappa
-        d_null = -w_null * (d_log_mass + kappa)
-        grad = w_real[:, None] * d_s
-        cancels = rows < 0
-        if NULL_VALUE:
-            # Where the null makes up most of s, d_s·value cancels down to the rounding of c; the dq
-            # kernel forms d_null of such a row as minus the sum over its pairs.
-            cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
-            d_null += w_null * tl.sum(d_s * value[None, :], 1)
-            counted = live
-            if ONE:
-                counted = written
-            sum_value += tl.where(counted[:, None], w_null[:, None] * d_s, 0.0)
-        if ONE:
-            e1 = tl.load(at_vector + E1 * row_stride)
-            rounded = grad.to(gs.dtype.element_ty).to(tl.float32)
-            score = -d_null
-            if NULL_VALUE:  # what Gs·v + e0 − e1 was before Gs is rounded
-                score = tl.where(cancels, e0 - e1 + tl.sum(grad * only, 1), score)
-            e0 = score + e1 - tl.sum(rounded * only, 1)
-        e0 = tl.where(keyless, 0.0, e0)
-        d_null = tl.where(cancels, float("inf"), d_null)
-        tl.store(at_vector + D_NULL * row_stride, tl.where(keyless, 0.0, d_null), mask=written)
-    else:
-        d_lse = tl.load(d_count + at_row, mask=live, other=0.0)
-        e0 = tl.where(keyless, 0.0, d_lse - tl.sum(dc * c, 1))
-        grad = dc
-    tl.store(at_vector + E0 * row_stride, e0, mask=written)
-    grad = tl.where(keyless[:, None], 0.0, grad)
-    at_padded = (base + rows)[:, None] * WIDTH + cols[None, :]
-    wide = written[:, None] & (cols < WIDTH)[None, :]
-    tl.store(gs + at_padded, grad.to(gs.dtype.element_ty), mask=wide)
-    if PACKED and not ONE:
-        query = load_tile(
-            q, batch, head, first_row + first, stop, stride_qb, stride_qt, stride_qh,
-            WIDTH, STEP, BLOCK_D, False, ALIGNED,
-        )  # fmt: skip
-        tl.store(q_rows + at_padded, query, mask=wide)
-    return sum_value
+    d_null = tl.where(rare & (keyless == 0), d_null, 0.0)
+    if NULL_VALUE:
+        cancels = w_null * tl.sum(c * value[None, :], 1) > 0.5 * norm
+        # what Gs·v + e0 − e1 was before Gs is rounded
+        score = tl.where(cancels, e0 - e1 + tl.sum(grad * only, 1), score)
+        d_null = tl.where(cancels, 0.0, d_null)
+        left = cancels & (keyless == 0)
+        tl.store(by_pairs + base + rows, tl.where(left, 1.0, 0.0), mask=rare)
+        part = tl.sum(tl.where(rare[:, None], w_null[:, None] * d_s, 0.0), 0)
+        at_value = at_sums + PARTIAL_SCALARS + cols
+        part += tl.load(at_value, mask=cols < WIDTH, other=0.0)
+        tl.store(at_value, part, mask=cols < WIDTH)
+    e0 = tl.where(one, score + e1 - tl.sum(rounded.to(tl.float32) * only, 1), e0)
+    e0 = tl.where(keyless, 0.0, e0)
+    tl.store(at_vector + E0 * row_stride, e0, mask=rare)
+    rate = tl.load(at_vector + RATE * row_stride)
+    tl.store(at_vector + RATE_E0 * row_stride, rate * e0, mask=rare)
+    length = tl.maximum(high - low, 1).to(tl.float32)
+    log_n, log_n1, t, nu = _logit_terms(length, head, null_base, null_slope, length_gain)
+    base_sum = tl.load(at_sums)
+    slope_sum = tl.load(at_sums + 1)
+    length_sum = tl.load(at_sums + 2)
+    _store_scalars(at_sums, d_null, log_n, log_n1, t, nu, base_sum, slope_sum, length_sum)
+    at = (base + rows)[:, None] * WIDTH + cols[None, :]
+    mask = rare[:, None] & (cols < WIDTH)[None, :]
+    tl.store(gs + at, tl.where(keyless[:, None], 0.0, rounded), mask=mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
@@ -255,37 +317,35 @@ def attention_bwd_prepare(
     seen_by = n_keys
     if N_KEYS:
         seen_by = n_keys + batch * stride_nb + first_row
-    if POLAR:
-        gain_n = tl.load(length_gain + head).to(tl.float32)
-        gain_m = tl.load(magnitude_gain + head).to(tl.float32)
-        bias = tl.load(null_base + head).to(tl.float32)
-        slope_n = tl.load(null_slope + head).to(tl.float32)
     value = tl.zeros([BLOCK_D], tl.float32)
     if NULL_VALUE:
         value = tl.load(null_value + head * WIDTH + cols, mask=cols < WIDTH, other=0.0)
         value = value.to(tl.float32)
+    # A tile without rows has nothing to write.
+    end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
+    stop = first_row + tl.where(padding, 0, tl.minimum(tq, end))
     # First all that takes no sum over D, a row a thread; the loop below would do it once for each
     # thread that holds a part of the row. What it needs of this, it finds in `vectors`.
     rows = row0 + tl.arange(0, ROW_TILE)  # [R]
     live = (rows < tq) & (padding == 0)
     position = first_row + rows.to(tl.int64)
-    at_row = batch_head.to(tl.int64) * total + position
+    at_rows = batch_head.to(tl.int64) * total + first_row
     at_tile = vectors + base + rows
-    lam = tl.load(lse + at_row, mask=live, other=float("-inf"))
+    note_tile = vectors + NOTES * row_stride + (base + rows) * 4
+    lam = tl.load(lse + at_rows + rows, mask=live, other=float("-inf"))
     keyless = lam == float("-inf")
     tl.store(at_tile + MINUS_LAM * row_stride, tl.where(keyless, float("-inf"), -lam * LOG2E))
     low, high = key_range(rows, tq, tk, seen_by, window, CAUSAL, N_KEYS, WINDOW)
     if N_KEYS:
         tl.store(at_tile + HIGH * row_stride, high.to(tl.float32, bitcast=True))
+    at_sums = sums
     if POLAR:
+        at_sums = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
         length = tl.maximum(high - low, 1).to(tl.float32)
-        log_n = tl.log(length)
-        log_n1 = tl.sqrt(tl.log(length + 1.0))
-        t = 1.0 + gain_n * log_n
-        nu = bias + slope_n * log_n1
-        one = live & (high - low == 1)
-        any_one = tl.max(one.to(tl.int32), 0) > 0
-        effective = tl.load(n_eff + at_row, mask=live, other=1.0)
+        log_n, log_n1, t, nu = _logit_terms(length, head, null_base, null_slope, length_gain)
+        gain_m = tl.load(magnitude_gain + head).to(tl.float32)
+        norm = tl.load(rho + at_rows + rows, mask=live, other=1.0)
+        effective = tl.load(n_eff + at_rows + rows, mask=live, other=1.0)
         gap = (lam - t * nu) * LOG2E
         w_real = 1.0 / (1.0 + tl.exp2(-gap))
         w_null = 1.0 / (1.0 + tl.exp2(gap))
@@ -295,60 +355,115 @@ def attention_bwd_prepare(
         slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))  # 1 − tanh², without cancelling
         at_count = batch * stride_cb + position * stride_ct + head * stride_ch
         d_amount = tl.load(d_count + at_count, mask=live, other=0.0).to(tl.float32)
+        tl.store(at_sums + 3, tl.sum(d_amount * slope * log_mass, 0))
         d_log_mass = mass * (d_amount * gain_m * slope / (1.0 + mass))  # mass·dLoss/d mass
+        e0 = tl.where(keyless, 0.0, d_log_mass * (3.0 - w_real))
         e1 = 2.0 * d_log_mass * effective
         rate = t * (scale * LOG2E)
-        tl.store(at_tile + RATE * row_stride, rate)
+        tl.store(at_tile + E0 * row_stride, e0)
         tl.store(at_tile + E1 * row_stride, e1)
+        tl.store(at_tile + RATE * row_stride, rate)
+        tl.store(at_tile + RATE_E0 * row_stride, rate * e0)
         tl.store(at_tile + RATE_E1 * row_stride, rate * e1)
-        tl.store(at_tile + W_REAL * row_stride, w_real)
-        tl.store(at_tile + W_NULL * row_stride, tl.where(one, 0.0, w_null))
-        tl.store(at_tile + W_ONE * row_stride, w_null)
-        tl.store(at_tile + D_LOG_MASS * row_stride, d_log_mass)
-        sum_magnitude = tl.sum(d_amount * slope * log_mass, 0)
+        scaled = 1.0 / tl.maximum(norm, EPS)
+        rare = live & (norm <= EPS)
+        if not NULL_VALUE:
+            rare = rare & (keyless == 0)
+        rare = rare | (live & (high - low == 1))
+        rare_first = tl.min(tl.where(rare, rows, row0 + ROW_TILE), 0)
+        rare_end = tl.max(tl.where(rare, rows + 1, row0), 0)
+        tl.store(note_tile + TO_REAL, tl.where(keyless, 0.0, w_real * scaled))
+        if NULL_VALUE:
+            tl.store(note_tile + TO_NULL, tl.where(rare, 0.0, w_null * scaled))
+        regular = live & (keyless == 0) & (rare == 0)
+        d_null = tl.where(regular, -w_null * d_log_mass, 0.0)
+        if not NULL_VALUE:
+            _store_scalars(at_sums, d_null, log_n, log_n1, t, nu)
+        if rare_first < rare_end:
+            tl.store(at_tile + RARE_NULL * row_stride, tl.where(rare, w_null, -1.0))
+            tl.store(note_tile + D_LOG_MASS, d_log_mass)
     tl.debug_barrier()
 
-    # A tile without rows has nothing to write.
-    end = tl.where(row0 < tq, row0 + ROW_TILE, row0)
-    sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
-    for first in tl.range(row0, end, STEP):
-        sum_value = _project(
-            sum_value, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
-            window, padding, first_row, first_key, base, value, d_out, d_count, out, rho, q, v,
-            q_rows, gs, vectors, row_stride, stride_qb, stride_qt, stride_qh, stride_vb, stride_vt,
-            stride_vh, stride_gb, stride_gt, stride_gh,
-            POLAR, NULL_VALUE, CAUSAL, N_KEYS, WINDOW, PACKED, False, WIDTH, STEP, BLOCK_D, ALIGNED,
-            EPS,
-        )  # fmt: skip
+    steps = tl.arange(0, STEP)  # [S]
+    at_steps = vectors + base + steps
+    note_steps = vectors + NOTES * row_stride + (base + steps) * 4
     if POLAR:
-        sum_one = tl.zeros([ONE_STEP, BLOCK_D], tl.float32)
-        if any_one:  # few tiles have such rows: done again here, they cost the others no registers
+        sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
+        # No integers are loaded in this loop: where loads run ahead of their use, Triton 3.6
+        # miscompiles vectors of them.
+        for first in tl.range(row0, end, STEP, num_stages=AHEAD if NULL_VALUE else 1):
+            c, dc = _load_step(
+                out, d_out, batch, head, first_row + first, stop, total, heads_q,
+                stride_gb, stride_gt, stride_gh, WIDTH, STEP, BLOCK_D, ALIGNED,
+            )  # fmt: skip
+            c = c.to(tl.float32)
+            dc = dc.to(tl.float32)
+            note = note_steps + first * 4
+            to_real = tl.load(note + TO_REAL)
+            to_null = to_real
+            if NULL_VALUE:
+                to_null = tl.load(note + TO_NULL)
+            share = _share(tl.sum(dc * c, 1), tl.sum(c * c, 1))
+            u = dc - share[:, None] * c  # d_s·norm
+            if NULL_VALUE:
+                # d_s·value from sums that need not wait for the share. Where the null makes up
+                # most of s, it cancels down to the rounding of c; the dq kernel forms d_null of
+                # such a row as minus the sum over its pairs.
+                of_c = tl.sum(c * value[None, :], 1)
+                of_dc = tl.sum(dc * value[None, :], 1)
+                pull = to_null * (of_dc - share * of_c)
+                pull = tl.where(to_null * of_c > 0.5, float("inf"), pull)
+                tl.store(note + PULL, pull)
+                sum_value += to_null[:, None] * u
+            # Not u times 0 where no key is seen: u may be infinite.
+            grad = tl.where((to_real == 0.0)[:, None], 0.0, to_real[:, None] * u)
+            _store_step(
+                gs, grad, q, q_rows, base, first, first_row, stop, batch, head,
+                stride_qb, stride_qt, stride_qh, PACKED, WIDTH, STEP, BLOCK_D, ALIGNED,
+            )  # fmt: skip
+        if NULL_VALUE:
             tl.debug_barrier()
-            for first in tl.range(row0, end, ONE_STEP):
-                sum_one = _project(
-                    sum_one, first, batch, head, batch_head, group, total, heads_q, tq, tk, seen_by,
-                    window, padding, first_row, first_key, base, value, d_out, d_count, out, rho,
-                    q, v, q_rows, gs, vectors, row_stride, stride_qb, stride_qt,
-                    stride_qh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
-                    POLAR, NULL_VALUE, CAUSAL, N_KEYS, WINDOW, PACKED, True, WIDTH, ONE_STEP,
-                    BLOCK_D, ALIGNED, EPS,
-                )  # fmt: skip
-
-        tl.debug_barrier()
-        tl.store(at_tile + RATE_E0 * row_stride, rate * tl.load(at_tile + E0 * row_stride))
-        d_null_rows = tl.load(at_tile + D_NULL * row_stride, mask=live, other=0.0)
-        if NULL_VALUE:
-            left = d_null_rows == float("inf")
+            pull = tl.load(note_tile + PULL, mask=live, other=0.0)
+            left = regular & (pull == float("inf"))
             tl.store(by_pairs + base + rows, tl.where(left, 1.0, 0.0))
-            d_null_rows = tl.where(left, 0.0, d_null_rows)
-        at = sums + (head * partials + slot) * (PARTIAL_SCALARS + WIDTH)
-        tl.store(at, tl.sum(d_null_rows * t, 0))
-        tl.store(at + 1, tl.sum(d_null_rows * t * log_n1, 0))
-        tl.store(at + 2, tl.sum(d_null_rows * nu * log_n, 0))
-        tl.store(at + 3, sum_magnitude)
-        if NULL_VALUE:
-            sums_value = tl.sum(sum_value, 0) + tl.sum(sum_one, 0)
-            tl.store(at + PARTIAL_SCALARS + cols, sums_value, mask=cols < WIDTH)
+            d_null = tl.where(left | (regular == 0), 0.0, d_null + pull)
+            sums_value = tl.sum(sum_value, 0)
+            tl.store(at_sums + PARTIAL_SCALARS + cols, sums_value, mask=cols < WIDTH)
+            # `partials` is positive, but the compiler does not know it: these terms are computed
+            # again rather than kept in registers all through the loop.
+            low, high = key_range(
+                rows, tq + tl.minimum(partials, 0), tk, seen_by, window, CAUSAL, N_KEYS, WINDOW
+            )
+            length = tl.maximum(high - low, 1).to(tl.float32)
+            log_n, log_n1, t, nu = _logit_terms(length, head, null_base, null_slope, length_gain)
+            _store_scalars(at_sums, d_null, log_n, log_n1, t, nu)
+        # Few tiles have rare rows, and most of those one. They come last: nothing else is kept in
+        # registers by then.
+        for first in tl.range(rare_first // RARE_STEP * RARE_STEP, rare_end, RARE_STEP):
+            tl.debug_barrier()  # what is added to has been written
+            _project_rare(
+                first, batch, head, batch_head, at_rows, base, group, total, heads_q, tq, tk,
+                seen_by, window, padding, first_row, first_key, null_value, null_base,
+                null_slope, length_gain, d_out, out, rho, v, gs, vectors, by_pairs, at_sums,
+                row_stride, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
+                NULL_VALUE, CAUSAL, N_KEYS, WINDOW, WIDTH, RARE_STEP, BLOCK_D, ALIGNED, EPS,
+            )  # fmt: skip
+    else:
+        for first in tl.range(row0, end, STEP):
+            c, dc = _load_step(
+                out, d_out, batch, head, first_row + first, stop, total, heads_q,
+                stride_gb, stride_gt, stride_gh, WIDTH, STEP, BLOCK_D, ALIGNED,
+            )  # fmt: skip
+            unseen = tl.load(at_steps + MINUS_LAM * row_stride + first) == float("-inf")
+            at_d_lse = d_count + at_rows + first + steps
+            d_lse = tl.load(at_d_lse, mask=first_row + first + steps < stop, other=0.0)
+            e0 = d_lse - tl.sum(dc.to(tl.float32) * c.to(tl.float32), 1)
+            tl.store(at_steps + E0 * row_stride + first, tl.where(unseen, 0.0, e0))
+            grad = tl.where(unseen[:, None], 0.0, dc)
+            _store_step(
+                gs, grad, q, q_rows, base, first, first_row, stop, batch, head,
+                stride_qb, stride_qt, stride_qh, PACKED, WIDTH, STEP, BLOCK_D, ALIGNED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=VIEWS)
@@ -414,38 +529,48 @@ def attention_bwd_finish(
 def attention_bwd_parameters(
     sums, sums_dq, d_value, d_base, d_slope, d_length_gain, d_magnitude_gain,
     partials: tl.int32, partials_dq: tl.int32,
-    NULL_VALUE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    NULL_VALUE: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial sums of one head in fixed order and cast to each parameter's dtype."""
-    head = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
-    base = tl.zeros([BLOCK_P], tl.float32)
-    slope = tl.zeros([BLOCK_P], tl.float32)
-    length = tl.zeros([BLOCK_P], tl.float32)
-    magnitude = tl.zeros([BLOCK_P], tl.float32)
-    value = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    for first in tl.range(0, partials, BLOCK_P):
-        slots = first + tl.arange(0, BLOCK_P)
-        mask = slots < partials
-        at = sums + (head * partials + slots) * (PARTIAL_SCALARS + WIDTH)
-        base += tl.load(at, mask=mask, other=0.0)
-        slope += tl.load(at + 1, mask=mask, other=0.0)
-        length += tl.load(at + 2, mask=mask, other=0.0)
-        magnitude += tl.load(at + 3, mask=mask, other=0.0)
-        if NULL_VALUE:
-            mask_v = mask[:, None] & (cols < WIDTH)[None, :]
-            value += tl.load(at[:, None] + PARTIAL_SCALARS + cols[None, :], mask=mask_v, other=0.0)
-    for first in tl.range(0, partials_dq, BLOCK_P):
-        slots = first + tl.arange(0, BLOCK_P)
-        mask = slots < partials_dq
-        at_dq = sums_dq + (head * partials_dq + slots) * PAIR_SCALARS
-        base += tl.load(at_dq, mask=mask, other=0.0)
-        slope += tl.load(at_dq + 1, mask=mask, other=0.0)
-        length += tl.load(at_dq + 2, mask=mask, other=0.0)
-    tl.store(d_base + head, tl.sum(base, 0).to(d_base.dtype.element_ty))
-    tl.store(d_slope + head, tl.sum(slope, 0).to(d_slope.dtype.element_ty))
-    tl.store(d_length_gain + head, tl.sum(length, 0).to(d_length_gain.dtype.element_ty))
-    tl.store(d_magnitude_gain + head, tl.sum(magnitude, 0).to(d_magnitude_gain.dtype.element_ty))
-    if NULL_VALUE:
-        total = tl.sum(value, 0).to(d_value.dtype.element_ty)
-        tl.store(d_value + head * WIDTH + cols, total, mask=cols < WIDTH)
+    """Add up the partial sums of one head in fixed order and cast to each parameter's dtype.
+
+    With a null value a head has one program for its four scalars and one for COLS columns each.
+    """
+    blocks = tl.cdiv(WIDTH, COLS) + 1 if NULL_VALUE else 1
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    if block == 0:
+        base = tl.zeros([BLOCK_P], tl.float32)
+        slope = tl.zeros([BLOCK_P], tl.float32)
+        length = tl.zeros([BLOCK_P], tl.float32)
+        magnitude = tl.zeros([BLOCK_P], tl.float32)
+        for first in tl.range(0, partials, BLOCK_P):
+            slots = first + tl.arange(0, BLOCK_P)
+            mask = slots < partials
+            at = sums + (head * partials + slots) * (PARTIAL_SCALARS + WIDTH)
+            base += tl.load(at, mask=mask, other=0.0)
+            slope += tl.load(at + 1, mask=mask, other=0.0)
+            length += tl.load(at + 2, mask=mask, other=0.0)
+            magnitude += tl.load(at + 3, mask=mask, other=0.0)
+        for first in tl.range(0, partials_dq, BLOCK_P):
+            slots = first + tl.arange(0, BLOCK_P)
+            mask = slots < partials_dq
+            at = sums_dq + (head * partials_dq + slots) * PAIR_SCALARS
+            base += tl.load(at, mask=mask, other=0.0)
+            slope += tl.load(at + 1, mask=mask, other=0.0)
+            length += tl.load(at + 2, mask=mask, other=0.0)
+        tl.store(d_base + head, tl.sum(base, 0).to(d_base.dtype.element_ty))
+        tl.store(d_slope + head, tl.sum(slope, 0).to(d_slope.dtype.element_ty))
+        tl.store(d_length_gain + head, tl.sum(length, 0).to(d_length_gain.dtype.element_ty))
+        sum_magnitude = tl.sum(magnitude, 0).to(d_magnitude_gain.dtype.element_ty)
+        tl.store(d_magnitude_gain + head, sum_magnitude)
+    elif NULL_VALUE:
+        cols = (block - 1) * COLS + tl.arange(0, COLS)
+        value = tl.zeros([BLOCK_P, COLS], tl.float32)
+        for first in tl.range(0, partials, BLOCK_P):
+            slots = first + tl.arange(0, BLOCK_P)
+            at_value = sums + (head * partials + slots) * (PARTIAL_SCALARS + WIDTH)
+            at_value += PARTIAL_SCALARS
+            mask_value = (slots < partials)[:, None] & (cols < WIDTH)[None, :]
+            value += tl.load(at_value[:, None] + cols[None, :], mask=mask_value, other=0.0)
+        sum_value = tl.sum(value, 0).to(d_value.dtype.element_ty)
+        tl.store(d_value + head * WIDTH + cols, sum_value, mask=cols < WIDTH)

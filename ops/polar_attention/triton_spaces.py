@@ -18,14 +18,24 @@ from .op import AttentionShape
 
 OP = "polar_attention"
 MIN_BLOCK_D = 16
-HOPPER_WIDTHS = (64, 128, 256)  # padded head widths of the Hopper kernels
-HOPPER_WIDTHS_BWD = (64, 128)
+HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
+HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_bwd
 HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers
 
 
 def block_d(head_dim: int) -> int:
     """Head width padded to the power of two that tiles have."""
     return max(MIN_BLOCK_D, 1 << (head_dim - 1).bit_length())
+
+
+def padded_width(head_dim: int) -> int:
+    """Head width as configs are chosen for it: that of a tile, or 192."""
+    return 192 if 128 < head_dim <= 192 else block_d(head_dim)
+
+
+def hopper_chunks(width: int) -> tuple[int, int]:
+    """Columns of a chunk, and how many chunks a padded width has in the Hopper kernels."""
+    return {192: (64, 3), 256: (128, 2)}.get(width, (width, 1))
 
 
 class HopperTiles(NamedTuple):
@@ -74,7 +84,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         size: bytes of an element.
-        width: padded head width.
+        width: `padded_width`.
         polar: False in softmax mode.
         null_value: whether there is a null value.
         windowed: whether a window hides keys.
@@ -95,7 +105,7 @@ def bucket(shape: AttentionShape) -> Key:
     """The `Bucket` of a call."""
     return Bucket(
         size=shape.dtype.itemsize,
-        width=block_d(shape.head_dim),
+        width=padded_width(shape.head_dim),
         polar=shape.polar,
         null_value=shape.null_value,
         windowed=windowed(shape),
@@ -124,26 +134,28 @@ def _config(m: int, n: int, warps: int, stages: int, **tiles: Any) -> Config:
 def _fits_fwd(config: Config, key: Key, device: Device) -> str | None:
     size, width = key[:2]
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    shared = size * width * (m + 2 * n * config.num_stages)
     warps = config.num_warps
     if config.get("HOPPER"):
-        reason = _not_hopper(key, device, HOPPER_WIDTHS)
+        reason = _not_hopper(key, device)
         if reason is not None:
             return reason
         warps = m // 16
         shared = hopper_fwd_tiles(config, size, width).shared
+    else:
+        width = block_d(width)
+        shared = size * width * (m + 2 * n * config.num_stages)
     registers = m * (width + n) // (32 * warps)
     return _limits(config, key, device, shared, registers, most=192)
 
 
-def _not_hopper(key: Key, device: Device, widths: tuple[int, ...]) -> str | None:
+def _not_hopper(key: Key, device: Device) -> str | None:
     """None, or why the Gluon kernels cannot run."""
     if device.capability != 90:
         return f"is written for sm_90, this is {device.arch}"
     if not runtime.has_gluon():
         return "is written in Gluon, which needs Triton 3.6 or newer"
-    if not Bucket(*key).plain or Bucket(*key).width not in widths:
-        names = ", ".join(map(str, widths))
+    if not Bucket(*key).plain or Bucket(*key).width not in HOPPER_WIDTHS:
+        names = ", ".join(map(str, HOPPER_WIDTHS))
         return f"serves aligned tensors, without n_keys, with heads padded to {names}"
     return None
 
@@ -185,10 +197,12 @@ def _hopper(n: int, stages: int) -> Config:
 
 
 # Best first: 64 and 128 as measured on an H200, 256 by the compile report.
+_WIDE_FWD = (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1))
 _PREFERRED_FWD = {
     64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1)),
     128: (_hopper(128, 2), _config(64, 64, 4, 3, HALF=1), _config(64, 64, 4, 2, HALF=1)),
-    256: (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1)),
+    192: _WIDE_FWD,
+    256: _WIDE_FWD,
 }
 
 SPACE_FWD = Space(
@@ -220,6 +234,7 @@ SPACE_FWD = Space(
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     size, width, _, null_value, _, deterministic, _ = key
+    width = block_d(width)
     if deterministic and config.atomic:
         return "adds with atomics, and deterministic algorithms are on"
     if null_value and config["SINGLE"]:
@@ -244,13 +259,17 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
 
 
 def _fits_hopper_bwd(config: Config, key: Key, device: Device) -> str | None:
-    reason = _not_hopper(key, device, HOPPER_WIDTHS_BWD)
+    reason = _not_hopper(key, device)
     if reason is not None:
         return reason
     size, width = key[:2]
     m, n = config["BLOCK_M"], config["BLOCK_N"]
+    accumulators = n // HOPPER_KEYS  # of a consumer: dk and dv of its own keys, or one of them
+    if accumulators == 1 and width <= 128:
+        return "its consumers form the same scores, which only wide heads ask for"
     shared = hopper_dkdv_tiles(config, size, width).shared
-    reason = _limits(config, key, device, shared, n * (width + m) // 128, most=192)
+    registers = HOPPER_KEYS * (accumulators * width + 2 * m) // 128
+    reason = _limits(config, key, device, shared, registers, most=192)
     if reason is not None:
         return reason
     m, n = config["DQ_M"], config["DQ_N"]
@@ -279,16 +298,21 @@ def _split(dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half:
     )  # fmt: skip
 
 
-def _hopper_split(m: int, stages: int, dq_n: int, dq_stages: int) -> Config:
-    """A config of `hopper_bwd`: both kernels have two consumers of 64 rows or keys each."""
+def _hopper_split(m: int, stages: int, dq_n: int, dq_stages: int, n: int = 128) -> Config:
+    """A config of `hopper_bwd`: both kernels have two consumers of 64 rows or keys each.
+
+    With n = 64 keys the consumers of dkdv share them: one forms dk, the other dv.
+    """
     return Config.make(
-        4, stages, "wgmma", BLOCK_M=m, BLOCK_N=128, SINGLE=0, HALF=1, HOPPER=1,
+        4, stages, "wgmma", BLOCK_M=m, BLOCK_N=n, SINGLE=0, HALF=1, HOPPER=1,
         DQ_M=128, DQ_N=dq_n, DQ_WARPS=4, DQ_STAGES=dq_stages,
     )  # fmt: skip
 
 
 _HOPPER_64 = _hopper_split(128, 2, 128, 3)
 _HOPPER_128 = _hopper_split(64, 2, 128, 2)
+_HOPPER_192 = _hopper_split(64, 3, 64, 2, n=64)
+_HOPPER_256 = _hopper_split(64, 2, 32, 3, n=64)
 _BWD_64 = _split((64, 64, 4, 4), (64, 64, 4, 3))
 _BWD_128 = _split((64, 64, 4, 2), (128, 64, 8, 3))
 _BWD_256 = _split((32, 64, 8, 2), (64, 64, 8, 2))
@@ -296,7 +320,8 @@ _BWD_SMALL = _split((32, 64, 4, 2), (64, 32, 4, 2))
 _PREFERRED_BWD = {
     64: (_HOPPER_64, _BWD_64, _BWD_SMALL),
     128: (_HOPPER_128, _BWD_128, _BWD_SMALL),
-    256: (_BWD_256,),
+    192: (_HOPPER_192, _BWD_256),
+    256: (_HOPPER_256, _BWD_256),
 }
 
 SPACE_BWD = Space(
@@ -306,8 +331,11 @@ SPACE_BWD = Space(
     configs=(
         _HOPPER_64,
         _HOPPER_128,
+        _HOPPER_192,
+        _HOPPER_256,
         _hopper_split(64, 3, 64, 3),
         _hopper_split(64, 4, 64, 4),
+        _hopper_split(64, 3, 32, 4, n=64),
         _BWD_64,
         _BWD_128,
         _BWD_256,

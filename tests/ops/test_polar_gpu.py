@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = tuple(DTYPES)
 LENGTHS = (1, 7, 63, 64, 65, 127, 1000, 4097)
-WIDTHS = (32, 64, 128, 256)  # one for each width that tiles are padded to
+WIDTHS = (32, 64, 128, 192, 256)  # one for each width that heads are padded to
 BF16 = torch.bfloat16
 
 
@@ -154,7 +154,7 @@ def test_rules_at_common_widths(index: int, device: torch.device) -> None:
     """Each rule at a width that Hopper kernels serve, by the default configs in 16 bits."""
     d, dtype = (64, 128)[index % 2], (BF16, torch.float16)[index // 2 % 2]
     with oracle.collected() as failures:
-        for times in (1, 5):
+        for times in (1, 7):
             case = ALL_RULES[index].longer(times).but(d=d)
             if not case.measurable(dtype):
                 continue
@@ -252,7 +252,7 @@ def test_deterministic_mode_repeats_every_bit(case: Case, device: torch.device) 
 
 
 def test_deterministic_mode_refuses_atomics(device: torch.device) -> None:
-    case = Case(tq=64).for_form(single=1)
+    case = Case(tq=64, d=64).for_form(single=1)
     config = first(case, BF16, device, single=1)
     assert config.atomic
     arguments = case.arguments(0, BF16, device)
