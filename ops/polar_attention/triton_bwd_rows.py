@@ -18,7 +18,7 @@ RUNTIME = (
 )  # fmt: skip
 VIEWS = ("q", "v", "d_out", "d_count")  # ALIGNED says what holds of their addresses
 
-AHEAD = tl.constexpr(3)  # stages of prepare's loop with a null value, whose steps take longest
+AHEAD = tl.constexpr(3)  # stages of the loop of prepare in Polar mode
 RARE_STEP = tl.constexpr(4)  # rows of a step of prepare over rare rows
 ROW_TILE = tl.constexpr(128)  # rows of a program of prepare; unit of the padded row layout
 PAIR_SCALARS = tl.constexpr(3)  # of the dq and finish kernels: base, slope, length gain
@@ -391,7 +391,7 @@ def attention_bwd_prepare(
         sum_value = tl.zeros([STEP, BLOCK_D], tl.float32)
         # No integers are loaded in this loop: where loads run ahead of their use, Triton 3.6
         # miscompiles vectors of them.
-        for first in tl.range(row0, end, STEP, num_stages=AHEAD if NULL_VALUE else 1):
+        for first in tl.range(row0, end, STEP, num_stages=AHEAD):
             c, dc = _load_step(
                 out, d_out, batch, head, first_row + first, stop, total, heads_q,
                 stride_gb, stride_gt, stride_gh, WIDTH, STEP, BLOCK_D, ALIGNED,
