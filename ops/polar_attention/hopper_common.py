@@ -117,6 +117,15 @@ def wait_chunks(chunks):
 
 
 @gluon.jit
+def part_of(plan, PART: gl.constexpr):
+    """First step and end of a part of the loop: needs masks, needs none, and needs them again."""
+    begin, whole, whole_end, end = plan
+    first = begin if PART == 0 else (whole if PART == 1 else whole_end)
+    last = whole if PART == 0 else (whole_end if PART == 1 else end)
+    return first, last
+
+
+@gluon.jit
 def clear_rows(tile, first, TILE_ROWS: gl.constexpr, COLS: gl.constexpr):
     """Zero rows `first` … of a 16-bit tile in shared memory, for wgmma to read; by one warp.
 

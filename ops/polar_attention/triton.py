@@ -34,7 +34,8 @@ from .triton_spaces import (
 FORWARD = f"{PACKAGE}.triton_fwd"
 FORWARD_HOPPER = f"{PACKAGE}.hopper_fwd"
 BACKWARD = f"{PACKAGE}.triton_bwd"
-BACKWARD_HOPPER = f"{PACKAGE}.hopper_bwd"
+DKDV_HOPPER = (f"{PACKAGE}.hopper_dkdv", "attention_bwd_dkdv")
+DQ_HOPPER = (f"{PACKAGE}.hopper_dq", "attention_bwd_dq")
 BACKWARD_ROWS = f"{PACKAGE}.triton_bwd_rows"
 
 NO_LIMIT = 2**30  # window of a call without one: no sequence reaches it, no sum overflows
@@ -442,13 +443,13 @@ class _Backward:
 
     def _hopper(
         self,
-        name: str,
+        kernel: tuple[str, str],
         tiles: int,
         operands: dict[str, Any],
         arguments: dict[str, Any],
         constants: dict[str, Any],
     ) -> None:
-        """Launch a kernel of `hopper_bwd`; `operands` are (tensor, rows of a tile)."""
+        """Launch a Hopper kernel; `operands` are (tensor, rows of a tile)."""
         shape = self.shape
         descriptors = {}
         for operand, (x, rows) in operands.items():
@@ -466,7 +467,6 @@ class _Backward:
         constants |= {rule: self.constants[rule] for rule in rules}
         constants |= {"CHUNK": self.chunk, "CHUNKS": self.chunks}
         arguments = {**descriptors, **arguments, **sizes, **scalars}
-        kernel = (BACKWARD_HOPPER, name)
         programs = min(tiles, Device.of(self.device).multiprocessors)
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
 
@@ -495,7 +495,7 @@ class _Backward:
             "BUFFERS": self._buffers(hopper_dkdv_tiles),
         }
         tiles = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
-        self._hopper("attention_bwd_dkdv", tiles, operands, arguments, constants)
+        self._hopper(DKDV_HOPPER, tiles, operands, arguments, constants)
         return dk, dv
 
     def _hopper_dq(self) -> torch.Tensor:
@@ -523,7 +523,7 @@ class _Backward:
             "STAGES": self.config["DQ_STAGES"],
             "BUFFERS": self._buffers(hopper_dq_tiles),
         }
-        self._hopper("attention_bwd_dq", tiles * self.heads, operands, arguments, constants)
+        self._hopper(DQ_HOPPER, tiles * self.heads, operands, arguments, constants)
         return dq
 
     def _finish(self, buffer: torch.Tensor) -> torch.Tensor:

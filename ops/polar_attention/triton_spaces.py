@@ -19,7 +19,7 @@ from .op import AttentionShape
 OP = "polar_attention"
 MIN_BLOCK_D = 16
 HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
-HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_bwd
+HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_dkdv
 HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers
 
 
@@ -299,7 +299,7 @@ def _split(dkdv: tuple[int, int, int, int], dq: tuple[int, int, int, int], half:
 
 
 def _hopper_split(m: int, stages: int, dq_n: int, dq_stages: int, n: int = 128) -> Config:
-    """A config of `hopper_bwd`: both kernels have two consumers of 64 rows or keys each.
+    """A config of `hopper_dkdv` and `hopper_dq`: both have two consumers of 64 rows or keys each.
 
     With n = 64 keys the consumers of dkdv share them: one forms dk, the other dv.
     """
