@@ -121,7 +121,7 @@ def _mark(target: dict[str, Any]) -> str:
     said = {"speed": "speed", "rate": "rate", "time": "time"}.get(
         target["measure"], "time per FLOP"
     )
-    reached = target["reached"] or f"under the floor of {target['floor']:.2f}"
+    reached = target["reached"] or f"misses the floor of {target['floor']:.2f}"
     return f"{target['ratio']:.2f} {said} of {target['against']}: {reached}"
 
 

@@ -60,6 +60,21 @@ def count_tiles(total, sequences, ROWS: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def deal(number, tiles, all_tiles, together):
+    """Which tile a program serves: its rank in a head, which has `tiles`, longest first; the head.
+
+    Heads come in sections of `together`, whose tiles of one rank go before any of the next. Head
+    after head would leave the longest tiles of the last one to the end, when nothing else is left
+    to run beside them; all heads at once would find nothing of what they share in L2.
+    """
+    section = number // (tiles * together)
+    first = section * together
+    heads = tl.minimum(together, all_tiles // tiles - first)
+    left = number - first * tiles
+    return left // heads, first + left % heads
+
+
+@triton.jit
 def place_tile(
     tile, total, other_total, sequences, cu, other_cu, ROWS: tl.constexpr, PACKED: tl.constexpr
 ):

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import count_tiles, place_tile
+from ..common import count_tiles, deal, place_tile
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that multiply; one more warp copies
 ROWS = gl.constexpr(64)  # of the tile of one consumer: the M of a wgmma
@@ -78,15 +78,17 @@ def take(turns, n):
 
 
 @gluon.jit
-def place_rows(number, tq, tk, heads_q, sequences, cu_q, cu_k, PACKED: gl.constexpr):
+def place_rows(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
     """Where a query tile lies: batch, head, its number in the head, sequence, its first row inside
     that, the sequence's first row and first key, and how many rows and keys it has.
     """
+    tq, tk, heads_q, group, sequences, window, tiles, together = sizes
     TILE: gl.constexpr = CONSUMERS * ROWS
     row_tiles = count_tiles(tq, sequences, TILE, PACKED)
-    batch = number // row_tiles // heads_q
-    head = number // row_tiles % heads_q
-    of_head = row_tiles - 1 - number % row_tiles  # the causal rows with most keys come first
+    rank, batch_head = deal(number, row_tiles, tiles, together)
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+    of_head = row_tiles - 1 - rank  # the causal rows with most keys come first
     sequence, tile, first_row, rows, first_key, keys = place_tile(
         of_head, tq, tk, sequences, cu_q, cu_k, TILE, PACKED
     )

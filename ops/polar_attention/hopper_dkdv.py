@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import LN2, LOG2E, count_tiles, place_tile, row_bounds
+from ..common import LN2, LOG2E, count_tiles, deal, place_tile, row_bounds
 from .hopper_common import (
     CONSUMERS,
     ROWS,
@@ -55,7 +55,9 @@ from .hopper_common import (
 )
 from .triton_bwd_rows import E0, MINUS_LAM, RATE, RATE_E0, RATE_E1, row_base
 
-RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "padded", "tiles", "scale")
+RUNTIME = (
+    "tq", "tk", "heads_q", "group", "sequences", "window", "padded", "tiles", "together", "scale",
+)  # fmt: skip
 
 KEYS = ROWS  # of one consumer
 
@@ -65,14 +67,15 @@ def _place_keys(number, sizes, cu_q, cu_k, PACKED: gl.constexpr, BLOCK_N: gl.con
     """Where a key tile lies: batch, head, its first key inside the sequence, first key of the
     sequence and first of its padded rows, how many rows and keys it has.
     """
-    tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
+    tq, tk, heads_q, group, sequences, window, padded, tiles, together = sizes
     heads_k = heads_q // group
     key_tiles = count_tiles(tk, sequences, BLOCK_N, PACKED)
-    batch = number // key_tiles // heads_k
-    head_k = number // key_tiles % heads_k
+    rank, batch_head = deal(number, key_tiles, tiles, together)
+    batch = batch_head // heads_k
+    head_k = batch_head % heads_k
     # The causal keys that most rows see come first.
     sequence, tile, first_key, keys, first_row, rows = place_tile(
-        number % key_tiles, tk, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
+        rank, tk, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
     )
     key0 = tile * BLOCK_N
     rows = gl.where(key0 < keys, rows, 0)  # a tile past the keys of its sequence has no steps
@@ -92,7 +95,7 @@ def _produce_rows(
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done = buffers
-    all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
+    all_rows, all_keys, heads_q, group, sequences, window, padded, tiles, together = sizes
     VECTORS: gl.constexpr = 4 if POLAR else 2
     BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
     PARTS: gl.constexpr = BLOCK_N // KEYS
@@ -226,7 +229,7 @@ def _consume_rows(
 ):  # fmt: skip
     k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done = buffers
     dk_out, dv_out = results
-    all_rows, total, heads_q, group, sequences, window, padded, tiles = sizes
+    all_rows, total, heads_q, group, sequences, window, padded, tiles, together = sizes
     SHARED: gl.constexpr = BLOCK_N == KEYS  # the keys, by both consumers
     DK: gl.constexpr = not SHARED or WHO == 1
     DV: gl.constexpr = not SHARED or WHO == 0
@@ -289,7 +292,7 @@ def _consume_rows(
 def attention_bwd_dkdv(
     q, k, v, gs, rows, cu_q, cu_k, counter, dk_out, dv_out,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
-    window: gl.int32, padded: gl.int32, tiles: gl.int32, scale: gl.float32,
+    window: gl.int32, padded: gl.int32, tiles: gl.int32, together: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
     WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -314,7 +317,7 @@ def attention_bwd_dkdv(
     buffers = (k_tiles, v_tiles, q_tiles, gs_tiles, row_tiles, own_full, own_free, full, free, done)
     turns = new_turns(counter)
     results = (dk_out, dv_out)
-    sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles)
+    sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles, together)
     # Written out: a tuple with compile-time values has to stand in the call itself.
     gl.warp_specialize(
         [

@@ -44,18 +44,18 @@ from .triton_bwd_rows import E0, E1, MINUS_LAM, PAIR_SCALARS, RATE, row_base
 
 RUNTIME = (
     "tq", "tk", "heads_q", "group", "sequences", "window", "partials", "padded", "row_stride",
-    "tiles", "scale",
+    "tiles", "together", "scale",
 )  # fmt: skip
 
 
 @gluon.jit
-def _place_rows(number, sizes, cu_q, cu_k, PACKED: gl.constexpr):
+def _place_rows(number, sizes, padded, cu_q, cu_k, PACKED: gl.constexpr):
     """As `hopper_common.place_rows`, with the tile's first row in the padded layout, whether its
     sequence is one (not padding), and the slot of its partial sums.
     """
-    tq, tk, heads_q, group, sequences, window, padded, tiles = sizes
+    tq, tk, heads_q, group, sequences, window, tiles, together = sizes
     batch, head, of_head, sequence, row0, first_row, first_key, rows, keys = place_rows(
-        number, tq, tk, heads_q, sequences, cu_q, cu_k, PACKED
+        number, sizes, cu_q, cu_k, PACKED
     )
     at_row = (batch * heads_q + head) * padded + row_base(cu_q, sequence, PACKED) + row0
     live = sequence < sequences
@@ -80,12 +80,12 @@ def _copy_keys(
 
 @gluon.jit
 def _produce_keys(
-    q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
+    q, k, v, gs, buffers, turns, sizes, padded, cu_q, cu_k,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, gs_tiles, k_tiles, v_tiles, own_full, own_free, full, free, copied = buffers
-    all_rows, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
+    all_rows, all_keys, heads_q, group, sequences, window, tiles, together = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
     i = all_rows * 0
@@ -95,7 +95,7 @@ def _produce_keys(
     while number < tiles:
         after = draw(turns, n)
         batch, head, row0, first_row, first_key, at_row, tq, tk, live, slot = _place_rows(
-            number, sizes, cu_q, cu_k, PACKED
+            number, sizes, padded, cu_q, cu_k, PACKED
         )
         plan = key_bounds(
             row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
@@ -194,8 +194,8 @@ def _add_three(a, b, c, x, y, z):
 
 @gluon.jit
 def _consume_keys(
-    WHO: gl.constexpr, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
-    cu_q, cu_k,
+    WHO: gl.constexpr, buffers, turns, operands, parameters, results, sizes, padded, row_stride,
+    scale, cu_q, cu_k,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -204,7 +204,7 @@ def _consume_keys(
     rows_in, by_pairs = operands
     null_base, null_slope, length_gain = parameters
     dq_out, sums, partials = results
-    total, all_keys, heads_q, group, sequences, window, padded, tiles = sizes
+    total, all_keys, heads_q, group, sequences, window, tiles, together = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -214,7 +214,7 @@ def _consume_keys(
     number = gl.program_id(0)
     while number < tiles:
         batch, head, row0, first_row, first_key, at_row, tq, tk, live, slot = _place_rows(
-            number, sizes, cu_q, cu_k, PACKED
+            number, sizes, padded, cu_q, cu_k, PACKED
         )
         plan = key_bounds(
             row0, row0, row0, tq, tk, row0, window, CAUSAL, False, WINDOW, BLOCK_M, BLOCK_N
@@ -303,7 +303,7 @@ def attention_bwd_dq(
     dq_out, sums,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
     window: gl.int32, partials: gl.int32, padded: gl.int32, row_stride: gl.int64, tiles: gl.int32,
-    scale: gl.float32,
+    together: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -325,21 +325,21 @@ def attention_bwd_dq(
     operands = (rows, by_pairs)
     parameters = (null_base, null_slope, length_gain)
     results = (dq_out, sums, partials)
-    sizes = (tq, tk, heads_q, group, sequences, window, padded, tiles)
+    sizes = (tq, tk, heads_q, group, sequences, window, tiles, together)
     gl.warp_specialize(
         [
             (_consume_keys, (
-                0, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
+                0, buffers, turns, operands, parameters, results, sizes, padded, row_stride, scale,
                 cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK,
                 CHUNKS, STAGES, BUFFERS,
             )),
             (_consume_keys, (
-                1, buffers, turns, operands, parameters, results, sizes, row_stride, scale,
+                1, buffers, turns, operands, parameters, results, sizes, padded, row_stride, scale,
                 cu_q, cu_k, POLAR, NULL_VALUE, CAUSAL, WINDOW, PACKED, WIDTH, BLOCK_N, CHUNK,
                 CHUNKS, STAGES, BUFFERS,
             )),
             (_produce_keys, (
-                q, k, v, gs, buffers, turns, sizes, cu_q, cu_k,
+                q, k, v, gs, buffers, turns, sizes, padded, cu_q, cu_k,
                 CAUSAL, WINDOW, PACKED, BLOCK_N, CHUNK, CHUNKS, STAGES, BUFFERS,
             )),
         ],

@@ -46,7 +46,7 @@ from .hopper_common import (
     zero_chunks,
 )
 
-RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "tiles", "scale")
+RUNTIME = ("tq", "tk", "heads_q", "group", "sequences", "window", "tiles", "together", "scale")
 
 SLACK = gl.constexpr(8.0)  # by how much, in base 2, a running maximum may fall behind
 
@@ -92,7 +92,7 @@ def _produce(
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
-    all_rows, all_keys, heads_q, group, sequences, window, tiles = sizes
+    all_rows, all_keys, heads_q, group, sequences, window, tiles, together = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BYTES: gl.constexpr = CHUNK * CHUNKS * 2  # of a row of one operand
     i = all_rows * 0
@@ -102,7 +102,7 @@ def _produce(
     while number < tiles:
         after = draw(turns, n)
         batch, head, _tile, sequence, row0, first_row, first_key, tq, tk = place_rows(
-            number, all_rows, all_keys, heads_q, sequences, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED
         )
         begin, full_end, right, masked, steps = _steps(
             row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
@@ -307,7 +307,7 @@ def _consume(
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     null_value, null_base, null_slope, length_gain, magnitude_gain = parameters
     out, count, lse, n_eff, rho, null_mass = results
-    total, all_keys, heads_q, group, sequences, window, tiles = sizes
+    total, all_keys, heads_q, group, sequences, window, tiles, together = sizes
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -319,7 +319,7 @@ def _consume(
     number = gl.program_id(0)
     while number < tiles:
         batch, head, _tile, sequence, row0, first_row, first_key, tq, tk = place_rows(
-            number, total, all_keys, heads_q, sequences, cu_q, cu_k, PACKED
+            number, sizes, cu_q, cu_k, PACKED
         )
         padding = sequence == sequences
         plan = _steps(row0, tq, tk, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
@@ -441,7 +441,7 @@ def attention_fwd(
     q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain, cu_q, cu_k, counter,
     out, count, lse, n_eff, rho, null_mass,
     tq: gl.int32, tk: gl.int32, heads_q: gl.int32, group: gl.int32, sequences: gl.int32,
-    window: gl.int32, tiles: gl.int32, scale: gl.float32,
+    window: gl.int32, tiles: gl.int32, together: gl.int32, scale: gl.float32,
     POLAR: gl.constexpr, NULL_VALUE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, EPS: gl.constexpr,
@@ -462,7 +462,7 @@ def attention_fwd(
     turns = new_turns(counter)
     parameters = (null_value, null_base, null_slope, length_gain, magnitude_gain)
     results = (out, count, lse, n_eff, rho, null_mass)
-    sizes = (tq, tk, heads_q, group, sequences, window, tiles)
+    sizes = (tq, tk, heads_q, group, sequences, window, tiles, together)
     # Written out: a tuple with compile-time values has to stand in the call itself.
     gl.warp_specialize(
         [

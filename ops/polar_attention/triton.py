@@ -45,6 +45,7 @@ PAIR_KERNELS = ("attention_bwd_dkdv", "attention_bwd_dq")
 HOPPER_ROWS = 64  # of one consumer; as in hopper_common
 SIZES = ("cu_q", "cu_k", "tq", "tk", "heads_q", "sequences", "window")  # of `_lengths`
 STEP_NUMBERS = 2048  # of each operand that a step of prepare holds
+PROGRAMS_EACH = 2  # programs of a multiprocessor at once: one of Hopper's, about two others
 FINISH_ROWS = 64  # rows of a program of finish
 
 
@@ -113,6 +114,18 @@ def _tiles(shape: AttentionShape, total: int, rows: int) -> int:
     return -(-total // rows)
 
 
+def _together(device: torch.device, heads: int, tiles: int) -> int:
+    """How many heads take turns (`common.deal`): so many that their tiles fill the device twice.
+
+    Under a causal mask the longest tile takes twice the mean time. Begun with that much left to do,
+    it does not outlast the rest.
+    """
+    at_once = PROGRAMS_EACH * Device.of(device).multiprocessors
+    wanted = max(1, min(heads, -(-2 * at_once // max(tiles, 1))))
+    sections = max(1, heads // wanted)
+    return max(1, -(-heads // sections))
+
+
 def _null_arguments(null: NullParameters | None) -> dict[str, Any]:
     if null is None:
         names = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
@@ -176,7 +189,9 @@ def fwd(
     }
     rules = _rules(shape)
     sizes = _lengths(shape, lengths)
-    programs = tiles = _tiles(shape, shape.tq, m) * shape.batch * shape.heads_q if q.numel() else 0
+    heads, of_head = shape.batch * shape.heads_q, _tiles(shape, shape.tq, m)
+    programs = tiles = heads * of_head if q.numel() else 0
+    arguments["together"] = _together(device, heads, of_head)
     if hopper:
         kernel = (FORWARD_HOPPER, "attention_fwd")
         programs = min(tiles, Device.of(device).multiprocessors)
@@ -412,8 +427,9 @@ class _Backward:
             dq = runtime.matrix_tiles(buffer, self.width, m)
         arguments |= {"dk_out": dk, "dv_out": dv, "dq": dq}
         constants |= {"SINGLE": bool(config["SINGLE"]), "REDUCE": reduce}
-        programs = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
-        programs = programs if self.k.numel() else 0
+        heads, tiles = shape.batch * shape.heads_k, _tiles(shape, shape.tk, n)
+        arguments["together"] = _together(self.device, heads, tiles)
+        programs = heads * tiles if self.k.numel() else 0
         self._launch("attention_bwd_dkdv", programs, arguments, constants, config)
         return dk, dv
 
@@ -430,6 +446,7 @@ class _Backward:
             "dq_out": dq,
             "sums": self.sums_dq,
             "partials": shape.batch * tiles,
+            "together": _together(self.device, self.heads, tiles),
             "n_keys": self.lengths["n_keys"],
             "stride_nb": self.lengths["stride_nb"],
         }
@@ -444,7 +461,8 @@ class _Backward:
     def _hopper(
         self,
         kernel: tuple[str, str],
-        tiles: int,
+        heads: int,
+        of_head: int,
         operands: dict[str, Any],
         arguments: dict[str, Any],
         constants: dict[str, Any],
@@ -458,7 +476,8 @@ class _Backward:
         sizes = {size: self.lengths[size] for size in SIZES}
         scalars = {
             "counter": torch.zeros(1, dtype=torch.int32, device=self.device),
-            "tiles": tiles,
+            "tiles": heads * of_head,
+            "together": _together(self.device, heads, of_head),
             "group": shape.group,
             "padded": self.padded,
             "scale": shape.scale,
@@ -467,7 +486,7 @@ class _Backward:
         constants |= {rule: self.constants[rule] for rule in rules}
         constants |= {"CHUNK": self.chunk, "CHUNKS": self.chunks}
         arguments = {**descriptors, **arguments, **sizes, **scalars}
-        programs = min(tiles, Device.of(self.device).multiprocessors)
+        programs = min(heads * of_head, Device.of(self.device).multiprocessors)
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
 
     def _buffers(self, tiles: Callable[[Config, int, int], HopperTiles]) -> int:
@@ -494,8 +513,8 @@ class _Backward:
             "STAGES": self.config.num_stages,
             "BUFFERS": self._buffers(hopper_dkdv_tiles),
         }
-        tiles = _tiles(shape, shape.tk, n) * shape.batch * shape.heads_k
-        self._hopper(DKDV_HOPPER, tiles, operands, arguments, constants)
+        heads, tiles = shape.batch * shape.heads_k, _tiles(shape, shape.tk, n)
+        self._hopper(DKDV_HOPPER, heads, tiles, operands, arguments, constants)
         return dk, dv
 
     def _hopper_dq(self) -> torch.Tensor:
@@ -523,7 +542,7 @@ class _Backward:
             "STAGES": self.config["DQ_STAGES"],
             "BUFFERS": self._buffers(hopper_dq_tiles),
         }
-        self._hopper(DQ_HOPPER, tiles * self.heads, operands, arguments, constants)
+        self._hopper(DQ_HOPPER, self.heads, tiles, operands, arguments, constants)
         return dq
 
     def _finish(self, buffer: torch.Tensor) -> torch.Tensor:

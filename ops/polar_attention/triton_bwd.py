@@ -33,6 +33,7 @@ from ..common import (
     LN2,
     LOG2E,
     count_tiles,
+    deal,
     key_bounds,
     key_range,
     load_tile,
@@ -56,7 +57,7 @@ from .triton_bwd_rows import (
 )
 
 RUNTIME = (
-    "tq", "tk", "heads_q", "group", "sequences", "window", "partials",
+    "tq", "tk", "heads_q", "group", "sequences", "window", "partials", "together",
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
     "stride_vb", "stride_vt", "stride_vh", "stride_nb", "padded", "row_stride", "scale",
 )  # fmt: skip
@@ -136,7 +137,7 @@ def _pairs_by_key(
 def attention_bwd_dkdv(
     q, k, v, gs, vectors, cu_q, cu_k, dk_out, dv_out, dq,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
-    window: tl.int32,
+    window: tl.int32, together: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
@@ -151,11 +152,11 @@ def attention_bwd_dkdv(
     heads_k = heads_q // group
     tiles = count_tiles(total_k, sequences, BLOCK_N, PACKED)
     pid = tl.program_id(0)
-    batch_head = pid // tiles
+    rank, batch_head = deal(pid, tiles, tl.num_programs(0), together)
     batch = (batch_head // heads_k).to(tl.int64)
     head_k = (batch_head % heads_k).to(tl.int64)
     sequence, tile, first_key, tk, _, tq = place_tile(
-        pid % tiles, total_k, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
+        rank, total_k, tq, sequences, cu_k, cu_q, BLOCK_N, PACKED
     )
     key0 = tile * BLOCK_N
     if key0 >= tk:
@@ -249,7 +250,7 @@ def attention_bwd_dq(
     q, k, v, gs, vectors, by_pairs, null_base, null_slope, length_gain, n_keys, cu_q, cu_k,
     dq_out, sums,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
-    window: tl.int32, partials: tl.int32,
+    window: tl.int32, partials: tl.int32, together: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
@@ -263,14 +264,14 @@ def attention_bwd_dq(
     total = tq
     tiles = count_tiles(total, sequences, BLOCK_M, PACKED)
     pid = tl.program_id(0)
-    batch_head = pid // tiles
+    rank, batch_head = deal(pid, tiles, tl.num_programs(0), together)
     batch = (batch_head // heads_q).to(tl.int64)
     head = (batch_head % heads_q).to(tl.int64)
     head_k = head // group
-    longest_first = tiles - 1 - pid % tiles  # the causal rows with most keys start first
-    slot = batch_head // heads_q * tiles + longest_first
+    of_head = tiles - 1 - rank  # the causal rows with most keys start first
+    slot = batch_head // heads_q * tiles + of_head
     sequence, tile, first_row, tq, first_key, tk = place_tile(
-        longest_first, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+        of_head, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
     )
     row0 = tile * BLOCK_M
     if row0 >= tq:

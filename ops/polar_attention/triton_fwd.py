@@ -16,6 +16,7 @@ from ..common import (
     LN2,
     LOG2E,
     count_tiles,
+    deal,
     key_bounds,
     key_range,
     load_tile,
@@ -25,7 +26,7 @@ from ..common import (
 )
 
 RUNTIME = (
-    "tq", "tk", "heads_q", "group", "sequences", "window",
+    "tq", "tk", "heads_q", "group", "sequences", "window", "together",
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
     "stride_vb", "stride_vt", "stride_vh", "stride_nb", "scale",
 )  # fmt: skip
@@ -84,7 +85,7 @@ def attention_fwd(
     q, k, v, null_value, null_base, null_slope, length_gain, magnitude_gain,
     n_keys, cu_q, cu_k, out, count, lse, n_eff, rho, null_mass,
     tq: tl.int32, tk: tl.int32, heads_q: tl.int32, group: tl.int32, sequences: tl.int32,
-    window: tl.int32,
+    window: tl.int32, together: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
@@ -99,13 +100,13 @@ def attention_fwd(
     total = tq  # rows of the output; tq and tk become those of this sequence
     tiles = count_tiles(total, sequences, BLOCK_M, PACKED)
     pid = tl.program_id(0)
-    batch_head = pid // tiles
+    rank, batch_head = deal(pid, tiles, tl.num_programs(0), together)
     batch = (batch_head // heads_q).to(tl.int64)
     head = (batch_head % heads_q).to(tl.int64)
     head_k = head // group
-    longest_first = tiles - 1 - pid % tiles  # the causal rows with most keys start first
+    of_head = tiles - 1 - rank  # the causal rows with most keys start first
     sequence, tile, first_row, tq, first_key, tk = place_tile(
-        longest_first, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
+        of_head, total, tk, sequences, cu_q, cu_k, BLOCK_M, PACKED
     )
     row0 = tile * BLOCK_M
     if row0 >= tq:
