@@ -262,11 +262,45 @@ def declare(
     torch.library.register_fake(qualified, operator.fake, lib=LIBRARY)
     if backward is None:
         backward = _refuse_backward(name)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
     overload = getattr(torch.ops.fastweights, name).default
+    LIBRARY.impl(name, _autograd(overload, setup_context, backward), "Autograd", with_keyset=True)
     if operator.flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(operator.flops)
     return overload
+
+
+def _autograd(
+    overload: Any, setup_context: Callable[..., None] | None, backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What the operator does above its kernels: one autograd node, if anything requires grad.
+
+    `torch.library.register_autograd` does the same, but looks up the schema once for each argument
+    of each call: 90 of 170 µs of a call with 20 arguments on one CPU core. Our schemas have neither
+    defaults nor keyword-only arguments, so that there is nothing to look up.
+    """
+
+    def below(keyset: Any, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        result = below(keyset, args)
+        if setup_context is not None:
+            setup_context(ctx, args, result)
+        return result
+
+    def backward_of_node(ctx: Any, *grads: Any) -> Any:
+        return None, *backward(ctx, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_node)}
+    node = type(f"{overload._opname}_node", (torch.autograd.Function,), members)
+
+    def run(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return node.apply(keyset, *args)
+        return below(keyset, args)
+
+    return run
 
 
 def _outside_autocast(impl: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
