@@ -154,7 +154,8 @@ def launch(
     if device.type != "cuda":
         function[(programs,)](**arguments, **constants, **options)
         return
-    key = (*kernel, device.index, config, *constants.values(), *map(_kind, arguments.values()))
+    kinds = [_kind(x) for x in arguments.values() if type(x) is not int]  # most are, and all loose
+    key = (*kernel, device.index, config, *constants.values(), *kinds)
     compiled = _warm.get(key)
     if compiled is not None:
         # Straight to the compiled kernel, without Triton looking for it again.

@@ -298,6 +298,8 @@ class _Backward:
             dk, dv = self._dkdv(buffer)
             dq = self._finish(buffer)
         elif self.config.get("HOPPER"):
+            # One a kernel, at addresses as aligned as those of tensors of their own.
+            self.counters = list(torch.zeros(2, 4, dtype=torch.int32, device=self.device))
             dk, dv = self._hopper_dkdv()
             dq = self._hopper_dq()
         else:
@@ -475,7 +477,7 @@ class _Backward:
             descriptors[operand] = describe(x, rows, self.chunk, gluon=True)
         sizes = {size: self.lengths[size] for size in SIZES}
         scalars = {
-            "counter": torch.zeros(1, dtype=torch.int32, device=self.device),
+            "counter": self.counters.pop(),
             "tiles": heads * of_head,
             "together": _together(self.device, heads, of_head),
             "group": shape.group,
