@@ -18,6 +18,7 @@ from .op import AttentionShape
 
 OP = "polar_attention"
 MIN_BLOCK_D = 16
+SHORT = 2048
 HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
 HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_dkdv
 HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers
@@ -89,6 +90,7 @@ class Bucket(NamedTuple):
         null_value: whether there is a null value.
         windowed: whether a window hides keys.
         deterministic: whether atomics are forbidden.
+        short: whether no row sees more than SHORT keys.
         plain: without n_keys, not empty, addressable by bulk copies: what the Hopper kernels want.
     """
 
@@ -98,6 +100,7 @@ class Bucket(NamedTuple):
     null_value: bool
     windowed: bool
     deterministic: bool
+    short: bool
     plain: bool
 
 
@@ -110,6 +113,7 @@ def bucket(shape: AttentionShape) -> Key:
         null_value=shape.null_value,
         windowed=windowed(shape),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        short=min(shape.tk, shape.window or shape.tk) <= SHORT,
         plain=shape.aligned and not shape.has_n_keys and min(shape.batch, shape.tq, shape.tk) > 0,
     )
 
@@ -188,7 +192,8 @@ def _best(
 
 
 def _default_fwd(key: Key, device: Device) -> Config:
-    return _best(SPACE_FWD, _PREFERRED_FWD, key, device)
+    preferred = _PREFERRED_FWD_SHORT if Bucket(*key).short else _PREFERRED_FWD
+    return _best(SPACE_FWD, preferred, key, device)
 
 
 def _hopper(n: int, stages: int) -> Config:
@@ -196,7 +201,7 @@ def _hopper(n: int, stages: int) -> Config:
     return _config(128, n, 4, stages, HALF=1, HOPPER=1)
 
 
-# Best first: 64 and 128 as measured on an H200, 256 by the compile report.
+# Best first, as measured on an H200.
 _WIDE_FWD = (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1))
 _PREFERRED_FWD = {
     64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1)),
@@ -204,6 +209,8 @@ _PREFERRED_FWD = {
     192: _WIDE_FWD,
     256: _WIDE_FWD,
 }
+# A tile of few steps loses more to the step that it starts with alone.
+_PREFERRED_FWD_SHORT = {**_PREFERRED_FWD, 128: (_hopper(64, 3), *_PREFERRED_FWD[128])}
 
 SPACE_FWD = Space(
     op=OP,
@@ -233,9 +240,8 @@ SPACE_FWD = Space(
 
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
-    size, width, _, null_value, _, deterministic, _ = key
-    width = block_d(width)
-    if deterministic and config.atomic:
+    size, width, null_value = key[0], block_d(key[1]), Bucket(*key).null_value
+    if Bucket(*key).deterministic and config.atomic:
         return "adds with atomics, and deterministic algorithms are on"
     if null_value and config["SINGLE"]:
         return "does not form the row sums that the gradient of a strong null needs"

@@ -106,6 +106,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
+_LENGTHS = (256, 8192)  # where the default differs
+
+
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, once per width and element size.
 
@@ -118,10 +121,11 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     with assume_device(device):
         for dtype, width in _compiled(quick):
             variants = _VARIANTS[:1] if quick else _VARIANTS
-            for space, rules in itertools.product((SPACE_FWD, SPACE_BWD), variants):
-                shape = replace(_compile_shape(dtype, width), **rules)
+            spaces = (SPACE_FWD, SPACE_BWD)
+            for space, rules, length in itertools.product(spaces, variants, _LENGTHS):
+                shape = replace(_compile_shape(dtype, width, length), **rules)
                 key = space.bucket(shape)
-                default_only = quick or rules
+                default_only = quick or rules or length != _LENGTHS[0]
                 configs = (
                     [space.default(key, device)] if default_only else space.fitting(key, device)
                 )
@@ -138,12 +142,12 @@ def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
     return [(torch.bfloat16, width) for width in HALF_WIDTHS] + [(torch.float32, 128)]
 
 
-def _compile_shape(dtype: torch.dtype, width: int) -> AttentionShape:
+def _compile_shape(dtype: torch.dtype, width: int, length: int = 256) -> AttentionShape:
     return AttentionShape(
         polar=True,
         batch=1,
-        tq=256,
-        tk=256,
+        tq=length,
+        tk=length,
         heads_q=2,
         heads_k=1,
         head_dim=width,

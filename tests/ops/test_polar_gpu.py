@@ -162,7 +162,7 @@ def test_rules_at_common_widths(index: int, device: torch.device) -> None:
             failures += [f"{case.name} {x}" for x in truth.measure(case.on_triton).report()]
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_packed_rows_of_one_key(d: int, device: torch.device) -> None:
     """Sequences of one token: the loop over tiles that need masks has no turns there."""
     case = Case(tq=1600, hq=4, hk=2, d=d, packed=(1, 63, 0, 135, 1, 501, 800))
@@ -171,7 +171,7 @@ def test_packed_rows_of_one_key(d: int, device: torch.device) -> None:
 
 def test_more_tiles_than_multiprocessors(device: torch.device) -> None:
     """A program of the Hopper kernels then serves several tiles, with both of its buffers."""
-    for d in (64, 128):
+    for d in (64, 128, 192, 256):
         case = Case(tq=1100, batch=3, hq=16, hk=8, d=d)
         oracle.check_op(
             case.on_triton, case.reference, case.arguments, BF16, device, label=case.name
