@@ -293,7 +293,7 @@ def _autograd(
         return None, *backward(ctx, *grads)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_node)}
-    node = type(f"{overload._opname}_node", (torch.autograd.Function,), members)
+    node: Any = type(f"{overload._opname}_node", (torch.autograd.Function,), members)
 
     def run(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
