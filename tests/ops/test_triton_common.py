@@ -5,7 +5,7 @@ import torch
 
 from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
-from fastweights.ops.polar_attention import triton as backend
+from fastweights.ops.polar_attention.triton_arguments import heads_together
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -40,6 +40,6 @@ def test_deal_serves_each_tile_once(tiles: int, heads: int, together: int) -> No
 def test_a_section_fills_the_device(tiles: int, heads: int) -> None:
     device = target_device("sm_90")
     with assume_device(device):
-        together = backend._together(torch.device("meta"), heads, tiles)
+        together = heads_together(torch.device("meta"), heads, tiles)
     assert 1 <= together <= heads
     assert tiles == 0 or together == heads or together * tiles >= 2 * device.multiprocessors
