@@ -242,12 +242,12 @@ def _weigh(
 
 @gluon.jit
 def _consume_step(
-    i, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
+    i, last, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
     COUNT: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Step `step` of a tile, the i-th of the program."""
+    """Step `step` of a tile, the i-th of the program; `last` was the one before."""
     q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
     begin, full_end, right, masked, steps = plan
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -256,8 +256,8 @@ def _consume_step(
     p = gl.convert_layout(weight.to(k_tiles.dtype), P_LAYOUT)
     stage = i % STAGES
     phase = (i // STAGES) & 1
-    before = (i - 1) % STAGES
-    phase_before = ((i - 1) // STAGES) & 1
+    before = last % STAGES
+    phase_before = (last // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
     mbarrier.wait(v_full.index(before), phase_before)
     s = _scores(q_tiles, k_tiles, mine, stage, BLOCK_N, CHUNK, CHUNKS, S_LAYOUT)
@@ -278,6 +278,36 @@ def _consume_step(
         else:
             scaled += (_rescale(acc[c], alpha, CHUNK),)
     return scaled, weight, m, l, s2
+
+
+@gluon.jit
+def _keys_of(first, tq, tk, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Where the keys that any of ROWS rows from `first` on sees begin and end.
+
+    Rows past tq see none, but count as seeing all: nothing is passed by for them, see `_pass_by`.
+    """
+    low, _ = key_range(first, tq, tk, first, window, CAUSAL, False, WINDOW)
+    end = gl.minimum(first + ROWS, tq) - 1
+    _, high = key_range(end, tq, tk, end, window, CAUSAL, False, WINDOW)
+    return low, gl.where(first < tq, high, tk)
+
+
+@gluon.jit
+def _pass_by(i, buffers, STAGES: gl.constexpr):
+    """Let the i-th k and v go unread.
+
+    They have to be there: a release ahead of the copy would count for the tile before. And the v of
+    the last step read is still held, so STAGES steps passed by in a row would wait for themselves.
+    No more than one ever is: halves of a row tile differ by ROWS keys at either edge, and steps
+    that are passed by have at least as many.
+    """
+    q_tiles, k_tiles, v_tiles, q_full, q_free, k_full, v_full, k_free, v_free, copied = buffers
+    stage = i % STAGES
+    phase = (i // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.arrive(v_free.index(stage), count=1)
 
 
 @gluon.jit
@@ -356,17 +386,27 @@ def _consume(
             weight, _, m, l, s2 = _softmax(
                 s, m, l, s2, rate, j, low, high, POLAR, True, WINDOW, BLOCK_N, S_LAYOUT
             )
+            last = base
+            first_mine = row0 + WHO * ROWS
+            low_mine, high_mine = _keys_of(first_mine, tq, tk, window, CAUSAL, WINDOW)
             for step in range(1, masked):
-                acc, weight, m, l, s2 = _consume_step(
-                    base + step, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
-                    POLAR, True, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
+                j = _key_of(step, begin, full_end, right, BLOCK_N)
+                # Half a row tile may see nothing of a key tile that the other half sees.
+                if BLOCK_N == ROWS and (j >= high_mine or j + BLOCK_N <= low_mine):
+                    _pass_by(base + step, buffers, STAGES)
+                else:
+                    acc, weight, m, l, s2 = _consume_step(
+                        base + step, last, step, acc, weight, m, l, s2, rate, low, high, mine,
+                        buffers, plan, POLAR, True, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                        S_LAYOUT, O_LAYOUT,
+                    )  # fmt: skip
+                    last = base + step
             for step in range(gl.maximum(masked, 1), steps):
                 acc, weight, m, l, s2 = _consume_step(
-                    base + step, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
-                    POLAR, False, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
+                    base + step, last, step, acc, weight, m, l, s2, rate, low, high, mine, buffers,
+                    plan, POLAR, False, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
-            last = base + steps - 1
+                last = base + step
             # Here, so that it arrives while the last product runs.
             null = _null_value(null_value, head, NULL_VALUE, WIDTH, CHUNK, CHUNKS, O_LAYOUT)
             stage = last % STAGES
