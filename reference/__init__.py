@@ -1,5 +1,12 @@
 """The literal definitions, in plain torch and float64 if asked: no backend, no cleverness."""
 
+from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
-__all__ = ["PolarStats", "polar_attention", "softmax_attention"]
+__all__ = [
+    "PolarStats",
+    "gram_newton_schulz_factor",
+    "newton_schulz",
+    "polar_attention",
+    "softmax_attention",
+]
