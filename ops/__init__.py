@@ -9,15 +9,19 @@ Letters in shapes, here and in every file:
 | N            | number of packed sequences                                         |
 | H, Hq, Hk    | heads; query heads, key/value heads; G = Hq / Hk                   |
 | D, Dk, Dv    | head width; key width, value width                                 |
+| m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 
 from .dispatch import Explanation, explain, use_backend
+from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
 __all__ = [
     "Explanation",
     "PolarStats",
     "explain",
+    "gram_newton_schulz_factor",
+    "newton_schulz",
     "polar_attention",
     "softmax_attention",
     "use_backend",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -22,6 +23,8 @@ def _name(dtype: torch.dtype) -> str:
 def tensor(op: str, name: str, x: object, layout: str, dtypes: Sequence[torch.dtype]) -> None:
     """Require a plain tensor with as many dimensions as `layout` has letters ("B T H D").
 
+    A layout that begins with "..." ("... m n") allows any number of dimensions in front.
+
     Raises:
         TypeError: not a tensor, a DTensor, or a dtype outside `dtypes`.
         ValueError: another number of dimensions.
@@ -30,17 +33,19 @@ def tensor(op: str, name: str, x: object, layout: str, dtypes: Sequence[torch.dt
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if type(x).__name__ == "DTensor":
         raise TypeError(
-            f"{op}: {name} is a DTensor; pass the local tensor (x.to_local()), "
-            "the op does not redistribute"
+            f"{op}: {name} is a DTensor; pass the local tensor (x.to_local()) or, where the result "
+            "depends on the whole, the gathered one (x.full_tensor()): the op does not redistribute"
         )
     if x.dtype not in dtypes:
         accepted = ", ".join(_name(d) for d in dtypes)
         raise TypeError(f"{op}: {name} has dtype {_name(x.dtype)}; accepted: {accepted}")
     letters = layout.split()
-    if x.ndim != len(letters):
+    batched = letters[0] == "..."
+    needed = len(letters) - batched
+    if x.ndim < needed or (x.ndim > needed and not batched):
         raise ValueError(
-            f"{op}: {name} must have {len(letters)} dimensions ({', '.join(letters)}), "
-            f"got shape {tuple(x.shape)}"
+            f"{op}: {name} must have {'at least ' * batched}{needed} dimensions "
+            f"({', '.join(letters)}), got shape {tuple(x.shape)}"
         )
 
 
@@ -69,6 +74,12 @@ def positive(op: str, name: str, value: int | None) -> None:
     """Require None or an int of at least 1."""
     if value is not None and value < 1:
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+
+
+def above_zero(op: str, name: str, value: float) -> None:
+    """Require a finite number above 0."""
+    if not (isinstance(value, (int, float)) and 0 < value < inf):
+        raise ValueError(f"{op}: {name} must be a finite number above 0, got {value!r}")
 
 
 def choice(op: str, name: str, value: str, accepted: Sequence[str]) -> None:

@@ -7,6 +7,13 @@ is meant for notes, never for a table of TFLOP/s.
 |-----------------------|---------------------------------------------------------------------|
 | attention, forward    | 4·D a visible (query, key) pair and query head                      |
 | attention, backward   | 2.5 × forward (five matrix products against two)                    |
+| Newton–Schulz, a step | 4·n²m + 2·n³ a matrix, n = min(rows, cols), m = max(rows, cols)     |
+| its backward, k steps | k·(10·n²m + 4·n³) − 2·n²m                                           |
+| Gram factor, k steps  | (8·k − 6)·n³                                                        |
+| its backward          | (24·k − 20)·n³, of one step 6·n³                                    |
+
+A product counts all of its elements, also where it is symmetric. Backward counts what has to be
+computed again, as that of attention does, because only the inputs are saved.
 """
 
 from __future__ import annotations
@@ -44,6 +51,39 @@ def attention_backward(pairs: int, head_dim: int, heads: int) -> int:
 def attention_executed(pairs: int, head_dim: int, heads: int, *, form: str) -> int:
     """FLOPs a kernel form executes on useful pairs: forward 4·D, single pass 10·D, split 14·D."""
     return {"fwd": 4, "single": 10, "split": 14}[form] * pairs * head_dim * heads
+
+
+def newton_schulz_forward(n: int, m: int, steps: int) -> int:
+    """Useful FLOPs for one matrix, n ≤ m: A = XXᵀ and ZX, 2·n²m each, and A², 2·n³, a step."""
+    return steps * (4 * n * n * m + 2 * n**3)
+
+
+def newton_schulz_backward(n: int, m: int, steps: int) -> int:
+    """Useful FLOPs of the backward for one matrix, n ≤ m, from the input alone.
+
+    The forward again but for the last ZX. Then a step has dX Xᵀ, Z dX and W X, 2·n²m each, and one
+    product of 2·n³: W = dA + dAᵀ = T + Tᵀ with T = (b/2)·D + c·A D and D = dZ + dZᵀ.
+    """
+    again = newton_schulz_forward(n, m, steps) - 2 * n * n * m
+    return again + steps * (6 * n * n * m + 2 * n**3)
+
+
+def gram_factor_forward(n: int, steps: int) -> int:
+    """Useful FLOPs for one Gram matrix: R², QZ, ZR and (ZR)Z a step, 2·n³ each.
+
+    The first QZ is Z itself, and the last step needs no new R.
+    """
+    return 2 * n**3 * (4 * steps - 3)
+
+
+def gram_factor_backward(n: int, steps: int) -> int:
+    """Useful FLOPs of the backward for one Gram matrix.
+
+    Again: R² each step, ZR and (ZR)Z but for the last, QZ but for the last and the first. Then each
+    step R dZ and dZ R, and all but one of the steps Q dQ, dQ Z, and the four products with dR.
+    """
+    again = steps + 2 * (steps - 1) + max(steps - 2, 0)
+    return 2 * n**3 * (again + 2 * steps + 6 * (steps - 1))
 
 
 def matmul(m: int, n: int, k: int, *batch: int) -> int:

@@ -1,6 +1,7 @@
 """The rules of the house: what imports pull in, which folders there are, how long files grow."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
 PACKAGES = ("autotune", "bench", "csrc", "graphs", "ops", "reference")
 FOLDERS = {*PACKAGES, "fastweights", "tests"}
-ROOMS = {"__init__.py", "op.py", "eager.py", "triton.py", "tuning.py"}
+ROOMS = {"__init__.py", "op.py", "eager.py"}
+KERNELS = {"triton.py", "cuda.py"}
 LONGEST = 600
 
 
@@ -110,7 +113,9 @@ def test_launchers_allocate_through_alloc():
     files = [
         path for path in python_files("ops") if re.match(r"(triton|hopper|cuda)(_|$)", path.stem)
     ]
-    assert {folder / "triton.py" for folder in op_folders()} <= set(files)
+    launchers = {path for folder in op_folders() for path in map(folder.joinpath, KERNELS)}
+    assert ROOT / "ops" / "polar_attention" / "triton.py" in launchers & set(files)
+    assert {path for path in launchers if path.exists()} <= set(files)
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in files
@@ -147,8 +152,19 @@ def test_every_op_folder_has_the_same_rooms():
     folders = op_folders()
     assert folders
     for folder in folders:
-        missing = ROOMS - {path.name for path in folder.glob("*.py")}
-        assert not missing, f"{folder.name} lacks {missing}"
+        names = {path.name for path in folder.glob("*.py")}
+        rooms = ROOMS | {"tuning.py"} if names & KERNELS else ROOMS
+        assert rooms <= names, f"{folder.name} lacks {rooms - names}"
+
+
+def test_readme_says_which_op_has_which_backend():
+    rows = re.findall(r"^\| `(\w+)`.*\| (.+) \| (.+) \| (.+) \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) >= len(op_folders())
+    for op, *said in rows:
+        module = getattr(importlib.import_module("fastweights.ops"), op).__module__
+        folder = ROOT / "ops" / module.rpartition(".")[2]
+        exists = [(folder / f"{name}.py").is_file() for name in ("eager", "triton", "cuda")]
+        assert said == ["done" if there else "not yet" for there in exists], op
 
 
 def test_version_is_written_once_in_each_language():
