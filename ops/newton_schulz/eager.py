@@ -1,4 +1,4 @@
-"""Newton–Schulz in plain torch on stacks (B, m, n): any device, dtype and strides.
+"""Newton–Schulz in plain torch on stacks (B, m, n): any device and dtype.
 
 Both passes are explicit. Forward, with X₀ = S / (‖S‖ + eps) and rows ≤ cols:
 
@@ -14,6 +14,9 @@ Iterates are rounded to the compute dtype once a product, which accumulates in f
 adds its second operand before it is rounded. The norm, the upstream gradient's size and all that
 the two divide and multiply stay in fp32 (float64). The derivative is linear in the upstream
 gradient, so that is brought to norm 1 before it meets fp16, and its size comes back at the end.
+
+Operands are laid out once, rows contiguous and not longer in number than columns: sums then run in
+one order, and neither strides nor transposition change a bit of the result.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
 def fwd(shape: NewtonSchulzShape, x: Tensor) -> Tensor:
     """The orthogonalised matrices, or the factors if x holds Gram matrices; contiguous."""
     if shape.factor:
-        return _factor(shape, x)
-    wide = x.mT if shape.tall else x
+        return _factor(shape, x.contiguous())
+    wide = _wide(shape, x)
     iterate = _normalised(shape, wide, _norm(shape, wide))
     for triple, scale in _steps(shape):
         iterate = _step(iterate, triple, scale).after()
@@ -47,14 +50,20 @@ def fwd(shape: NewtonSchulzShape, x: Tensor) -> Tensor:
 
 def bwd(shape: NewtonSchulzShape, upstream: Tensor, x: Tensor) -> Tensor:
     """The gradient of x (or of the Gram matrices) for that of `fwd`'s result; contiguous."""
+    if x.numel() == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if shape.factor:
-        return _factor_bwd(shape, upstream, x)
-    if shape.tall:
-        return _matrix_bwd(shape, upstream.mT, x.mT).mT.contiguous()
-    return _matrix_bwd(shape, upstream, x)
+        return _factor_bwd(shape, upstream.contiguous(), x.contiguous())
+    d = _matrix_bwd(shape, _wide(shape, upstream), _wide(shape, x))
+    return (d.mT if shape.tall else d).to(x.dtype).contiguous()
 
 
 # ---- the matrix itself, rows ≤ cols --------------------------------------------------------------
+
+
+def _wide(shape: NewtonSchulzShape, x: Tensor) -> Tensor:
+    """The matrices with rows ≤ cols, contiguous."""
+    return (x.mT if shape.tall else x).contiguous()
 
 
 def _product(
@@ -122,9 +131,13 @@ def _matrix_bwd(shape: NewtonSchulzShape, upstream: Tensor, x: Tensor) -> Tensor
             iterate = steps[-1].after()
         steps.append(_step(iterate, triple, scale))
 
-    size = _norm(shape, upstream)
-    size = size.masked_fill(size == 0, 1) / shape.first_scale
-    d = (upstream.to(dtype) / size).to(shape.compute_dtype)
+    # The largest element goes first: squares of gradients leave fp32 sooner than gradients do.
+    d = upstream.to(dtype)
+    peak = d.abs().amax((1, 2), keepdim=True)
+    d = d / peak.masked_fill(peak == 0, 1)
+    length = _norm(shape, d)
+    length = length.masked_fill(length == 0, 1) / shape.first_scale
+    d = (d / length).to(shape.compute_dtype)
     for step in reversed(steps):
         a, b, c = step.triple
         d_z = _product(d, step.iterate.mT)
@@ -138,7 +151,7 @@ def _matrix_bwd(shape: NewtonSchulzShape, upstream: Tensor, x: Tensor) -> Tensor
     unit, d = x.to(dtype) / nu, d.to(dtype)
     zero = norm == 0
     along = (d * unit).sum((1, 2), keepdim=True) * (nu / norm.masked_fill(zero, 1))
-    return ((d - unit * along) * (size / nu).masked_fill(zero, 0)).to(x.dtype).contiguous()
+    return (d - unit * along) * (length / nu).masked_fill(zero, 0) * peak
 
 
 # ---- the factor of a Gram matrix -----------------------------------------------------------------
