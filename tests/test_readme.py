@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights import ops
+from fastweights import graphs, ops
 from fastweights.ops import dispatch
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 TEXT = README.read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-PUBLIC = [getattr(ops, name) for name in ops.__all__]
+PUBLIC = [getattr(package, name) for package in (ops, graphs) for name in package.__all__]
 EXAMPLES = [test for x in PUBLIC for test in doctest.DocTestFinder().find(x) if test.examples]
 
 
@@ -31,7 +31,7 @@ def test_python_block_runs(code, capsys):
     exec(compile(code, str(README), "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
     expected = "triton" if torch.cuda.is_available() and "device" in code else "eager"
-    assert re.search(rf"^\w+_attention: {expected} \(", printed, re.MULTILINE), printed
+    assert re.search(rf"^\w+: {expected} \(", printed, re.MULTILINE), printed
 
 
 def test_the_compiled_example_is_among_the_blocks():
@@ -51,7 +51,7 @@ def public_ops():
 
 def test_every_public_op_has_an_example():
     assert "polar_attention" in public_ops()
-    assert public_ops() <= {example.name for example in EXAMPLES}
+    assert public_ops() | set(graphs.__all__) <= {example.name for example in EXAMPLES}
 
 
 def test_op_table_lists_every_public_op():
