@@ -71,8 +71,8 @@ def _product(
 ) -> Tensor:
     """alpha·left·right + beta·plus, rounded once to the dtype of `left`.
 
-    CPU matmuls of 16-bit operands may round their partial sums; there the operands are widened. On a
-    GPU `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` decides.
+    CPU matmuls of 16-bit operands may round their partial sums; there the operands are widened. On
+    a GPU `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` decides.
     """
     dtype = left.dtype
     if left.device.type == "cpu" and dtype == torch.float16:
