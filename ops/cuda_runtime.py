@@ -28,7 +28,7 @@ from . import cache
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 INCLUDE = CSRC / "include"
-FLAGS = ("-std=c++17", "-lineinfo")
+FLAGS = ("-std=c++17", "-default-device", "-lineinfo")
 _INCLUDED = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 

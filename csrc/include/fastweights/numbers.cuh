@@ -1,0 +1,51 @@
+// 16-bit numbers as bit patterns: no CUDA header is needed for them, so a kernel compiles in
+// hundredths of a second at run time.
+#pragma once
+
+namespace fastweights {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+// Two numbers in one register, the first in the low half.
+template <typename T>
+__device__ __forceinline__ u32 pack(float low, float high);
+template <>
+__device__ __forceinline__ u32 pack<half>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ __forceinline__ u32 pack<bfloat16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack(u32 packed, float& low, float& high);
+template <>
+__device__ __forceinline__ void unpack<half>(u32 packed, float& low, float& high) {
+  asm("{ .reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b; }"
+      : "=f"(low), "=f"(high)
+      : "r"(packed));
+}
+template <>
+__device__ __forceinline__ void unpack<bfloat16>(u32 packed, float& low, float& high) {
+  low = __uint_as_float(packed << 16);
+  high = __uint_as_float(packed & 0xffff0000u);
+}
+
+}  // namespace fastweights

@@ -1,0 +1,76 @@
+// Shared memory: addresses, barriers between the warps of a group, the 128-byte swizzle, and moving
+// fragments of matrices between it and registers.
+#pragma once
+
+#include <fastweights/numbers.cuh>
+
+namespace fastweights {
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// What generic stores wrote becomes visible to the asynchronous units (wgmma, bulk copies).
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A tile of 64 × 64 16-bit numbers: rows of 128 bytes, in which the eight pieces of 16 bytes change
+// places from row to row, so that a column of pieces lies in all banks. wgmma calls it a 128-byte
+// swizzle, and wants it on a multiple of 1024 bytes.
+struct Tile {
+  static constexpr int kRows = 64;
+  static constexpr int kCols = 64;
+  static constexpr int kBytes = kRows * kCols * 2;
+
+  // Byte of the 16-byte piece that holds columns 8·piece … 8·piece + 7 of a row.
+  __device__ __forceinline__ static u32 piece(int row, int piece) {
+    return row * 128 + ((piece ^ (row & 7)) << 4);
+  }
+};
+
+__device__ __forceinline__ void store_shared(u32 address, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(u32 address, u32 (&x)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Four 8 × 8 matrices of 16-bit numbers; thread t gives the address of row t % 8 of matrix t / 8,
+// and holds two neighbours of row t / 4 of each (of column t / 4, if transposed).
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(u32 address, u32 (&x)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+template <bool kTransposed>
+__device__ __forceinline__ void store_matrices(u32 address, const u32 (&x)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+        : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+  }
+}
+
+}  // namespace fastweights

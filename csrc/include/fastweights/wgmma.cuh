@@ -1,0 +1,107 @@
+// wgmma (sm_90a): the matrix product of a warpgroup, 64 × 64 × 16 numbers at a time.
+#pragma once
+
+#include <fastweights/warpgroup.cuh>
+
+namespace fastweights {
+
+// Descriptor of a swizzled tile (see Tile) at a shared address. All of our tiles are one swizzle
+// atom wide, so that only the stride between piles of eight rows, 1024 bytes, is read.
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+  constexpr u64 kSwizzle128 = u64(1) << 62;
+  constexpr u64 kPile = u64(1024 >> 4) << 32;
+  constexpr u64 kUnread = u64(1) << 16;
+  return kSwizzle128 | kPile | kUnread | ((address & 0x3ffff) >> 4);
+}
+
+// 16 further k: 32 bytes along a row, or 16 rows of 128 bytes.
+template <Major kMajor>
+__device__ __forceinline__ u64 step_descriptor(u64 tile, int step) {
+  return tile + step * (kMajor == Major::kAlongK ? 32 >> 4 : 16 * 128 >> 4);
+}
+
+__device__ __forceinline__ void wgmma_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Wait until at most kPending groups run. The accumulators are named, so that no use of them moves
+// before the wait.
+template <int kPending, int kCount>
+__device__ __forceinline__ void wgmma_wait(Accumulator (&d)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      asm volatile("" : "+f"(d[i].x[j])::"memory");
+    }
+  }
+}
+
+#define FASTWEIGHTS_WGMMA_D                                                 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define FASTWEIGHTS_FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FASTWEIGHTS_OUT(d)                                                                         \
+  FASTWEIGHTS_FOUR(d, 0), FASTWEIGHTS_FOUR(d, 4), FASTWEIGHTS_FOUR(d, 8), FASTWEIGHTS_FOUR(d, 12), \
+      FASTWEIGHTS_FOUR(d, 16), FASTWEIGHTS_FOUR(d, 20), FASTWEIGHTS_FOUR(d, 24),                   \
+      FASTWEIGHTS_FOUR(d, 28)
+
+// d = a·b (kAccumulate: d + a·b) over 16 k, a in registers.
+#define FASTWEIGHTS_WGMMA_REGISTERS(type, name)                                               \
+  template <Major kB>                                                                         \
+  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], const u32(&a)[4], u64 b,   \
+                                             int accumulate) {                                \
+    asm volatile(                                                                             \
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"                                            \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " FASTWEIGHTS_WGMMA_D   \
+        ", {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                                        \
+        : FASTWEIGHTS_OUT(d)                                                                  \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB))); \
+  }
+// The same, a in shared memory.
+#define FASTWEIGHTS_WGMMA_SHARED(type, name)                                                       \
+  template <Major kA, Major kB>                                                                    \
+  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], u64 a, u64 b, int accumulate) { \
+    asm volatile(                                                                                  \
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " FASTWEIGHTS_WGMMA_D        \
+        ", %32, %33, p, 1, 1, %35, %36; }"                                                         \
+        : FASTWEIGHTS_OUT(d)                                                                       \
+        : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                            \
+  }
+FASTWEIGHTS_WGMMA_REGISTERS(half, "f16")
+FASTWEIGHTS_WGMMA_REGISTERS(bfloat16, "bf16")
+FASTWEIGHTS_WGMMA_SHARED(half, "f16")
+FASTWEIGHTS_WGMMA_SHARED(bfloat16, "bf16")
+#undef FASTWEIGHTS_WGMMA_REGISTERS
+#undef FASTWEIGHTS_WGMMA_SHARED
+#undef FASTWEIGHTS_WGMMA_D
+#undef FASTWEIGHTS_FOUR
+#undef FASTWEIGHTS_OUT
+
+// d (+)= a·b over 64 k, as one group; b is a tile in shared memory.
+template <typename T, Major kB>
+__device__ __forceinline__ void multiply(Accumulator& d, const Left& a, u32 b, bool accumulate) {
+  const u64 tile = tile_descriptor(b);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    wgmma_step<kB>(T{}, d.x, a.x[step], step_descriptor<kB>(tile, step), accumulate || step > 0);
+  }
+}
+
+template <typename T, Major kA, Major kB>
+__device__ __forceinline__ void multiply(Accumulator& d, u32 a, u32 b, bool accumulate) {
+  const u64 left = tile_descriptor(a);
+  const u64 right = tile_descriptor(b);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    wgmma_step<kA, kB>(T{}, d.x, step_descriptor<kA>(left, step), step_descriptor<kB>(right, step),
+                       accumulate || step > 0);
+  }
+}
+
+}  // namespace fastweights

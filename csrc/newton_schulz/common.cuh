@@ -1,0 +1,72 @@
+// What the Newton–Schulz kernels share: their coefficients, and rows of matrices in and out.
+#pragma once
+
+#include <fastweights/numbers.cuh>
+
+namespace fastweights {
+
+constexpr int kMaxSteps = 16;
+
+struct Coefficients {
+  float of_step[kMaxSteps][3];
+};
+
+// 2·kWords neighbours of a row from `col` on, zeros past the matrix. `whole`: all neighbours are in
+// the matrix or none is, and their address is a multiple of their size.
+template <int kWords, typename T>
+__device__ __forceinline__ void load_words(const T* matrix, int row, int col, int rows, int cols,
+                                           bool whole, u32 (&words)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = 0;
+  }
+  if (row >= rows || col >= cols) {
+    return;
+  }
+  const T* at = matrix + (long long)row * cols + col;
+  if (whole) {
+    if constexpr (kWords == 4) {
+      const uint4 piece = __ldg(reinterpret_cast<const uint4*>(at));
+      words[0] = piece.x;
+      words[1] = piece.y;
+      words[2] = piece.z;
+      words[3] = piece.w;
+    } else {
+      const uint2 piece = __ldg(reinterpret_cast<const uint2*>(at));
+      words[0] = piece.x;
+      words[1] = piece.y;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kWords; ++i) {
+    if (col + i < cols) {
+      words[i / 2] |= u32(at[i].bits) << (16 * (i % 2));
+    }
+  }
+}
+
+template <int kWords, typename T>
+__device__ __forceinline__ void store_words(T* matrix, int row, int col, int rows, int cols,
+                                            bool whole, const u32 (&words)[kWords]) {
+  if (row >= rows || col >= cols) {
+    return;
+  }
+  T* at = matrix + (long long)row * cols + col;
+  if (whole) {
+    if constexpr (kWords == 4) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kWords; ++i) {
+    if (col + i < cols) {
+      at[i].bits = u16(words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+}  // namespace fastweights

@@ -1,0 +1,221 @@
+// Newton–Schulz on stacks of matrices up to 256 × 256 on Hopper, a block each.
+//
+// X takes 128 KiB of shared memory, so that a second matrix of its size has no place. But A and B
+// are symmetric: ten of their sixteen tiles say all, and each is formed once. A tile on the other
+// side of the diagonal is read across.
+//
+//   tiles of A and B by warpgroup     0: (0,0) (3,3)    1: (1,0) (1,1)
+//                                     2: (2,0) (2,1) (2,2)    3: (3,0) (3,1) (3,2)
+//   rows of X by warpgroup            one row of tiles each
+#pragma once
+
+#include "stack_sm90.cuh"
+
+namespace fastweights {
+
+// The lower triangle of a symmetric 256 × 256 matrix, in tiles.
+struct Triangle {
+  static constexpr int kSide = 4;
+  static constexpr int kBytes = kSide * (kSide + 1) / 2 * Tile::kBytes;
+
+  __device__ __forceinline__ static constexpr u32 offset(int r, int c) {
+    return (r * (r + 1) / 2 + c) * Tile::kBytes;
+  }
+
+  // Block (r, c), any of the sixteen, as a left operand.
+  template <int r, int c>
+  __device__ __forceinline__ static void load(u32 base, Left& a, int warp, int lane) {
+    if constexpr (r >= c) {
+      load_left<false>(base + offset(r, c), a, warp, lane);
+    } else {
+      load_left<true>(base + offset(c, r), a, warp, lane);
+    }
+  }
+
+  // d (+)= (block (r, k))·(block (k, c)).
+  template <int r, int k, int c>
+  __device__ __forceinline__ static void multiply_blocks(Accumulator& d, u32 base,
+                                                         bool accumulate) {
+    constexpr Major kLeft = r >= k ? Major::kAlongK : Major::kAcross;
+    constexpr Major kRight = k >= c ? Major::kAcross : Major::kAlongK;
+    multiply<half, kLeft, kRight>(d, base + (r >= k ? offset(r, k) : offset(k, r)),
+                                  base + (k >= c ? offset(k, c) : offset(c, k)), accumulate);
+  }
+
+  // d (+)= a·(block (r, c)).
+  template <int r, int c>
+  __device__ __forceinline__ static void apply(Accumulator& d, const Left& a, u32 base,
+                                               bool accumulate) {
+    if constexpr (r >= c) {
+      multiply<half, Major::kAcross>(d, a, base + offset(r, c), accumulate);
+    } else {
+      multiply<half, Major::kAlongK>(d, a, base + offset(c, r), accumulate);
+    }
+  }
+};
+
+// Calls f(Index<0>{}) … f(Index<kCount − 1>{}).
+template <int kIndex>
+struct Index {
+  static constexpr int value = kIndex;
+};
+template <int kCount, int kFrom = 0, typename F>
+__device__ __forceinline__ void repeat(F&& f) {
+  if constexpr (kFrom < kCount) {
+    f(Index<kFrom>{});
+    repeat<kCount, kFrom + 1>(f);
+  }
+}
+
+// The part of warpgroup kWho.
+template <int kWho, bool kTall>
+struct Part {
+  using S = Stack<4, 4, kTall>;
+  static constexpr int kTiles = kWho < 2 ? 2 : 3;
+  __device__ __forceinline__ static constexpr int row(int i) { return kWho == 0 ? 3 * i : kWho; }
+  __device__ __forceinline__ static constexpr int col(int i) { return kWho == 0 ? 3 * i : i; }
+
+  int warp = threadIdx.x / 32 % 4;
+  int lane = threadIdx.x % 32;
+
+  // Tile kTile of X·Xᵀ.
+  template <int kTile>
+  __device__ __forceinline__ void gram(u32 x, Accumulator (&sum)[1]) const {
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      multiply<half, S::kGram, S::kGram>(sum[0], S::tile(x, row(kTile), k),
+                                         S::tile(x, col(kTile), k), k > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>(sum);
+  }
+
+  // Tile kTile of A².
+  template <int kTile>
+  __device__ __forceinline__ void square(u32 a, Accumulator (&sum)[1]) const {
+    wgmma_begin();
+    repeat<4>([&](auto k_) {
+      constexpr int k = decltype(k_)::value;
+      Triangle::multiply_blocks<row(kTile), k, col(kTile)>(sum[0], a, k > 0);
+    });
+    wgmma_commit();
+    wgmma_wait<0>(sum);
+  }
+
+  __device__ __forceinline__ void store(u32 a, const Left (&tiles)[kTiles]) const {
+    repeat<kTiles>([&](auto i_) {
+      constexpr int i = decltype(i_)::value;
+      store_left<false>(a + Triangle::offset(row(i), col(i)), tiles[i], warp, lane);
+    });
+  }
+
+  // X ← a·X + (b·A + c·A²)·X in place.
+  __device__ __forceinline__ void step(u32 x, u32 a, const float (&f)[3]) const {
+    Left tiles[kTiles];
+    repeat<kTiles>([&](auto i_) {
+      constexpr int i = decltype(i_)::value;
+      Accumulator sum[1];
+      gram<i>(x, sum);
+      round_to_left<half>(sum[0], tiles[i]);
+      store_left<false>(a + Triangle::offset(row(i), col(i)), tiles[i], warp, lane);
+    });
+    S::publish();
+    repeat<kTiles>([&](auto i_) {
+      constexpr int i = decltype(i_)::value;
+      Accumulator sum[1];
+      square<i>(a, sum);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float low, high;
+          unpack<half>(tiles[i].x[s][j], low, high);
+          tiles[i].x[s][j] = pack<half>(f[1] * low + f[2] * sum[0].x[8 * s + 2 * j],
+                                        f[1] * high + f[2] * sum[0].x[8 * s + 2 * j + 1]);
+        }
+      }
+    });
+    __syncthreads();  // all are through with A
+    store(a, tiles);
+    S::publish();
+    Left left[4];
+    repeat<4>([&](auto k_) {
+      constexpr int k = decltype(k_)::value;
+      Triangle::load<kWho, k>(a, left[k], warp, lane);
+    });
+    repeat<4>([&](auto c_) {
+      constexpr int c = decltype(c_)::value;
+      Accumulator sum[1];
+      Left own;
+      load_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float low, high;
+          unpack<half>(own.x[s][j], low, high);
+          sum[0].x[8 * s + 2 * j] = f[0] * low;
+          sum[0].x[8 * s + 2 * j + 1] = f[0] * high;
+        }
+      }
+      wgmma_begin();
+      repeat<4>([&](auto k_) {
+        constexpr int k = decltype(k_)::value;
+        multiply<half, S::kUpdate>(sum[0], left[k], S::tile(x, k, c), true);
+      });
+      wgmma_commit();
+      wgmma_wait<0>(sum);
+      round_to_left<half>(sum[0], own);
+      __syncthreads();  // all are through with this column of X
+      store_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
+    });
+    S::publish();
+  }
+};
+
+template <int kWho, bool kTall, typename T>
+__device__ __forceinline__ void serve_256(const T* x, T* y, long long count, int rows, int cols,
+                                          int steps, float eps, int whole,
+                                          const Coefficients& coefficients, u32 x_tiles,
+                                          float* scratch) {
+  using S = Stack<4, 4, kTall>;
+  const S stack;
+  const Part<kWho, kTall> part;
+  const u32 a_tiles = x_tiles + S::kBytes;
+  for (long long n = blockIdx.x; n < count; n += gridDim.x) {
+    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    S::publish();
+    for (int step = 0; step < steps; ++step) {
+      part.step(x_tiles, a_tiles, coefficients.of_step[step]);
+    }
+    stack.unload(x_tiles, y + n * rows * cols, rows, cols, whole);
+  }
+}
+
+// As newton_schulz. Dynamic shared memory: kScratchBytes, X and the triangle, 209 KiB.
+template <bool kTall, typename T>
+__global__ void __launch_bounds__(512, 1)
+    newton_schulz_256(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
+                      int cols, int steps, float eps, int whole,
+                      const __grid_constant__ Coefficients coefficients) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  float* const scratch = reinterpret_cast<float*>(memory);
+  const u32 tiles = shared_address(memory) + kScratchBytes;
+  switch (threadIdx.x / 128) {
+    case 0:
+      return serve_256<0, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
+                                 scratch);
+    case 1:
+      return serve_256<1, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
+                                 scratch);
+    case 2:
+      return serve_256<2, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
+                                 scratch);
+    default:
+      return serve_256<3, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
+                                 scratch);
+  }
+}
+
+}  // namespace fastweights

@@ -1,0 +1,179 @@
+// Newton–Schulz on stacks of matrices on Hopper: a matrix stays in shared memory from its load to
+// its store. Wide form, per step: A = X·Xᵀ, B = b·A + c·A², X ← a·X + B·X.
+#pragma once
+
+#include "stack_sm90.cuh"
+
+namespace fastweights {
+
+// One step from `x` into `y`, which may be `x`.
+template <int kRowTiles, int kColTiles, bool kTall>
+__device__ __forceinline__ void newton_schulz_step(const Stack<kRowTiles, kColTiles, kTall>& stack,
+                                                   u32 x, u32 y, u32 a_tiles, const float (&f)[3]) {
+  using S = Stack<kRowTiles, kColTiles, kTall>;
+  typename S::Gram gram, polynomial;
+  stack.product(x, x, gram);
+  stack.store(a_tiles, gram);
+  S::publish();
+  stack.polynomial(gram, a_tiles, f[1], f[2], polynomial);
+  Left updated[kColTiles];
+#pragma unroll
+  for (int k = 0; k < kColTiles; ++k) {
+    Accumulator sum[1];
+    stack.scaled(x, k, f[0], sum[0]);
+    wgmma_begin();
+    stack.apply(polynomial, x, k, sum[0]);
+    wgmma_commit();
+    wgmma_wait<0>(sum);
+    round_to_left<half>(sum[0], updated[k]);
+  }
+  __syncthreads();  // all products with x are through
+#pragma unroll
+  for (int k = 0; k < kColTiles; ++k) {
+    stack.store(y, k, updated[k]);
+  }
+  S::publish();
+}
+
+// x, y: `count` contiguous matrices of rows × cols; a block takes every gridDim.x-th one.
+// Dynamic shared memory: kScratchBytes, X and A.
+template <int kRowTiles, int kColTiles, bool kTall, typename T>
+__global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1    ? 4
+                                                   : kRowTiles * kColTiles <= 4 ? 2
+                                                                                : 1)
+    newton_schulz(const T* __restrict__ x, T* __restrict__ y, long long count, int rows, int cols,
+                  int steps, float eps, int whole,
+                  const __grid_constant__ Coefficients coefficients) {
+  using S = Stack<kRowTiles, kColTiles, kTall>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  float* const scratch = reinterpret_cast<float*>(memory);
+  const S stack;
+  const u32 x_tiles = shared_address(memory) + kScratchBytes;
+  const u32 a_tiles = x_tiles + S::kBytes;
+
+  for (long long n = blockIdx.x; n < count; n += gridDim.x) {
+    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    S::publish();
+    for (int step = 0; step < steps; ++step) {
+      newton_schulz_step(stack, x_tiles, x_tiles, a_tiles, coefficients.of_step[step]);
+    }
+    stack.unload(x_tiles, y + n * rows * cols, rows, cols, whole);
+  }
+}
+
+// dx of `count` matrices, from x and dy alone. Forward runs again and keeps its iterates; then,
+// from the last step to the first, with A, B = b·A + c·A² of that step's X:
+//   dZ = dX·Xᵀ, S = dZ + dZᵀ, dA + dAᵀ = b·S + c·(A·S + S·A), dX ← a·dX + B·dX + (dA + dAᵀ)·X.
+// It is linear in dy, so dy is brought to norm kScale first: 16 bits have the range for that.
+// Iterates from number `kept` − 1 on share one place, and are formed again from the one before it.
+// Dynamic shared memory: kScratchBytes, two rows × rows matrices, dX, and `kept` ≥ 2 iterates (1 if
+// `steps` is 1).
+template <int kRowTiles, int kColTiles, bool kTall, typename T>
+__global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3 : 1)
+    newton_schulz_backward(const T* __restrict__ x, const T* __restrict__ dy, T* __restrict__ dx,
+                           long long count, int rows, int cols, int steps, int kept, float eps,
+                           int whole, const __grid_constant__ Coefficients coefficients) {
+  using S = Stack<kRowTiles, kColTiles, kTall>;
+  constexpr float kScale = 0.125f;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  float* const scratch = reinterpret_cast<float*>(memory);
+  const S stack;
+  const u32 a_tiles = shared_address(memory) + kScratchBytes;
+  const u32 p_tiles = a_tiles + S::kGramBytes;
+  const u32 d_tiles = p_tiles + S::kGramBytes;
+  const u32 iterates = d_tiles + S::kBytes;
+  auto iterate = [&](int step) { return iterates + min(step, kept - 1) * S::kBytes; };
+
+  for (long long n = blockIdx.x; n < count; n += gridDim.x) {
+    const long long offset = n * rows * cols;
+    const float norm = stack.load(iterates, x + offset, rows, cols, whole, 1.0f, eps, scratch);
+    const float upstream =
+        stack.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+    S::publish();
+    for (int step = steps - 1; step >= 0; --step) {
+      // The first time all of them, then those that later ones have overwritten.
+      int from = step + 1 == steps ? 0 : (step + 1 >= kept ? kept - 2 : step);
+      for (; from < step; ++from) {
+        newton_schulz_step(stack, iterate(from), iterate(from + 1), a_tiles,
+                           coefficients.of_step[from]);
+      }
+      const u32 x_tiles = iterate(step);
+      const float (&f)[3] = coefficients.of_step[step];
+      typename S::Gram gram, polynomial, grad, mixed;
+      stack.product(x_tiles, x_tiles, gram);
+      stack.store(a_tiles, gram);
+      stack.product(d_tiles, x_tiles, grad);
+      stack.store(p_tiles, grad);
+      S::publish();
+      stack.polynomial(gram, a_tiles, f[1], f[2], polynomial);
+      stack.add_transposed(grad, 1.0f, p_tiles, 1.0f);  // S
+      __syncthreads();                                  // all are through with the tiles of A
+      stack.store(a_tiles, grad);
+      S::publish();
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        Accumulator sum[1];
+        stack.square_product(gram, a_tiles, r, sum);
+        round_to_left<half>(sum[0], mixed[r]);
+      }
+      stack.store(p_tiles, mixed);
+      __syncthreads();
+      stack.add_transposed(mixed, f[2], p_tiles, f[2]);  // c·(A·S + S·A)
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        S::combine(mixed[r], 1.0f, mixed[r], f[1], grad[r]);
+      }
+      Left updated[kColTiles];
+#pragma unroll
+      for (int k = 0; k < kColTiles; ++k) {
+        Accumulator sum[1];
+        stack.scaled(d_tiles, k, f[0], sum[0]);
+        wgmma_begin();
+        stack.apply(polynomial, d_tiles, k, sum[0]);
+        stack.apply(mixed, x_tiles, k, sum[0]);
+        wgmma_commit();
+        wgmma_wait<0>(sum);
+        round_to_left<half>(sum[0], updated[k]);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kColTiles; ++k) {
+        stack.store(d_tiles, k, updated[k]);
+      }
+      S::publish();
+    }
+
+    // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
+    u32 grads[S::kPieces][4], values[S::kPieces][4];
+    float along = 0.0f;
+#pragma unroll
+    for (int i = 0; i < S::kPieces; ++i) {
+      load_shared(S::piece_address(d_tiles, i), grads[i]);
+      load_shared(S::piece_address(iterates, i), values[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float g0, g1, v0, v1;
+        unpack<half>(grads[i][j], g0, g1);
+        unpack<half>(values[i][j], v0, v1);
+        along += g0 * v0 + g1 * v1;
+      }
+    }
+    along = S::block_sum(along, scratch);
+    const float unscaled = upstream / kScale;
+    const float p = norm > 0.0f ? unscaled / (norm + eps) : 0.0f;
+    const float q = norm > 0.0f ? -unscaled * along / norm : 0.0f;
+#pragma unroll
+    for (int i = 0; i < S::kPieces; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float g0, g1, v0, v1;
+        unpack<half>(grads[i][j], g0, g1);
+        unpack<half>(values[i][j], v0, v1);
+        grads[i][j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
+      }
+      store_words<4>(dx + offset, S::piece_row(i), S::piece_col(i), rows, cols, whole, grads[i]);
+    }
+  }
+}
+
+}  // namespace fastweights

@@ -1,0 +1,75 @@
+// csrc/include/fastweights/shared.cuh on the host.
+#pragma once
+
+#include <utility>
+
+#include "numbers.cuh"
+
+namespace fastweights {
+
+alignas(1024) inline unsigned char memory[256 * 1024];
+
+inline u32 shared_address(const void* pointer) {
+  return u32(static_cast<const unsigned char*>(pointer) - memory);
+}
+inline void fence_async() {}
+
+struct Tile {
+  static constexpr int kRows = 64;
+  static constexpr int kCols = 64;
+  static constexpr int kBytes = kRows * kCols * 2;
+
+  static u32 piece(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+  // The number in row r and column c.
+  static u16 at(u32 tile, int r, int c) {
+    u16 bits;
+    std::memcpy(&bits, memory + tile + piece(r, c / 8) + c % 8 * 2, 2);
+    return bits;
+  }
+};
+
+inline void store_shared(u32 address, const u32 (&x)[4]) {
+  std::memcpy(memory + address, x, 16);
+}
+inline void load_shared(u32 address, u32 (&x)[4]) {
+  std::memcpy(x, memory + address, 16);
+}
+
+// Row and column in its 8 × 8 matrix of the `which`-th number that a thread holds.
+template <bool kTransposed>
+std::pair<int, int> place(int which) {
+  const int r = lane_of_warp() / 4, c = 2 * (lane_of_warp() % 4) + which;
+  return kTransposed ? std::pair{c, r} : std::pair{r, c};
+}
+
+template <bool kTransposed>
+void load_matrices(u32 address, u32 (&x)[4]) {
+  static Exchange<u32> rows;
+  const u32* row = rows(address);
+  for (int i = 0; i < 4; ++i) {
+    x[i] = 0;
+    for (int which = 0; which < 2; ++which) {
+      const auto [r, c] = place<kTransposed>(which);
+      u16 bits;
+      std::memcpy(&bits, memory + row[8 * i + r] + 2 * c, 2);
+      x[i] |= u32(bits) << (16 * which);
+    }
+  }
+  sync_warp();
+}
+
+template <bool kTransposed>
+void store_matrices(u32 address, const u32 (&x)[4]) {
+  static Exchange<u32> rows;
+  const u32* row = rows(address);
+  for (int i = 0; i < 4; ++i) {
+    for (int which = 0; which < 2; ++which) {
+      const auto [r, c] = place<kTransposed>(which);
+      const u16 bits = word(x[i], which);
+      std::memcpy(memory + row[8 * i + r] + 2 * c, &bits, 2);
+    }
+  }
+  sync_warp();
+}
+
+}  // namespace fastweights

@@ -1,0 +1,72 @@
+"""The CUDA C++ kernels on the host: their text, with the verbs of `csrc/include` emulated.
+
+`host/` runs one block, a host thread for each of its threads, and has the products and moves of
+matrices do what the PTX manual says. That proves indices, layouts of tiles and barriers, and every
+formula, on any machine; whether the hardware reads a descriptor as we do, a GPU has to show.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fastweights.autotune import sass
+from fastweights.autotune.compile import _disassembled
+from fastweights.ops import cuda_runtime
+from fastweights.ops.cuda_runtime import Kernel
+
+HOST = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++")
+
+
+@pytest.mark.skipif(
+    COMPILER is None or platform.machine() != "x86_64",
+    reason="needs g++ on x86-64: the emulation rounds by its F16C instructions",
+)
+def test_newton_schulz_on_the_host(tmp_path: Path) -> None:
+    program = tmp_path / "newton_schulz"
+    csrc = cuda_runtime.CSRC
+    command = [
+        str(COMPILER), "-std=c++20", "-O2", "-mf16c", "-pthread", "-Wno-unknown-pragmas", "-Werror",
+        f"-I{HOST}", f"-I{csrc / 'include'}", f"-I{csrc}",
+        str(HOST / "newton_schulz.cpp"), "-o", str(program),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, timeout=120)
+    printed = subprocess.run(
+        [str(program)], check=True, timeout=240, capture_output=True, text=True
+    )
+    errors = dict(line.split() for line in printed.stdout.splitlines())
+    assert {name.split("-")[0] for name in errors} == {"small", "tiles", "256", "backward"}
+    # Five steps of fp16 products are 1.1e-3 to 2.5e-3 off; a gradient is compared along a few
+    # directions only, so that its figure scatters.
+    limits = {"backward": 1e-2}
+    wrong = {n: e for n, e in errors.items() if not float(e) < limits.get(n.split("-")[0], 4e-3)}
+    assert not wrong
+
+
+# Source, instance, architecture, and bytes of stack that it may use.
+INSTANCES = (
+    ("sm80", "newton_schulz_small<2, fastweights::bfloat16>", "sm_80", 0),
+    ("sm90", "newton_schulz<1, 1, false, fastweights::bfloat16>", "sm_90a", 0),
+    ("sm90", "newton_schulz<2, 2, true, fastweights::half>", "sm_90a", 0),
+    ("sm90", "newton_schulz_backward<2, 2, false, fastweights::half>", "sm_90a", 0),
+    ("256_sm90", "newton_schulz_256<false, fastweights::bfloat16>", "sm_90a", 64),
+)
+
+
+@pytest.mark.skipif(cuda_runtime.missing() is not None, reason=str(cuda_runtime.missing()))
+@pytest.mark.parametrize(("source", "name", "arch", "stack"), INSTANCES, ids=lambda x: str(x))
+def test_compiles_as_meant(
+    source: str, name: str, arch: str, stack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    kernel = Kernel(f"newton_schulz/newton_schulz_{source}.cuh", f"fastweights::{name}")
+    registers, used, code = _disassembled(cuda_runtime.compiled(kernel, arch).code)
+    assert used <= stack, f"{registers} registers, {used} bytes of stack"
+    assert ("HGMMA" in code) == (arch == "sm_90a")
+    assert not sass.serial_wgmma(code)
+    assert sass.unset_descriptors(code) == []
