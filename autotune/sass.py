@@ -110,9 +110,12 @@ def _sets(name: str, operands: str) -> set[int]:
 
 
 def _descriptors(name: str, operands: str) -> set[int]:
-    """Uniform registers of an HGMMA's descriptors; of one if an operand is in registers."""
+    """Uniform registers of an HGMMA's descriptors: two each, first the left one, then the right.
+
+    With the left operand in registers the instruction names the same four, and reads the last two.
+    """
     found = re.match(r"R\d+, (R\d+, )?gdesc\[UR(\d+)\]", operands)
     if not name.startswith("HGMMA") or found is None:
         return set()
     first = int(found[2])
-    return set(range(first, first + (2 if found[1] else 4)))
+    return set(range(first + (2 if found[1] else 0), first + 4))

@@ -39,11 +39,12 @@ def test_a_descriptor_set_behind_the_branch_is_unset_in_the_second_loop():
     assert sass.unset_descriptors(code) == [PRODUCT]
 
 
-def test_all_four_registers_count_and_two_where_an_operand_is_in_registers():
+def test_all_four_registers_count_and_the_last_two_where_an_operand_is_in_registers():
     assert len(sass.unset_descriptors(listing(*SET_A, PRODUCT, "EXIT"))) == 1
     from_registers = "HGMMA.64x64x16.F32.BF16 R152, R24, gdesc[UR4].tnspB, R152"
-    assert sass.unset_descriptors(listing(*SET_A, from_registers, "EXIT")) == []
-    assert len(sass.unset_descriptors(listing("UMOV UR4, UR10", from_registers, "EXIT"))) == 1
+    assert sass.unset_descriptors(listing(*SET_B, from_registers, "EXIT")) == []
+    assert len(sass.unset_descriptors(listing(*SET_A, from_registers, "EXIT"))) == 1
+    assert len(sass.unset_descriptors(listing("UMOV UR6, UR20", from_registers, "EXIT"))) == 1
 
 
 def test_wide_instructions_and_those_with_a_predicate_set_registers():
