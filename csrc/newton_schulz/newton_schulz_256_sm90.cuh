@@ -15,9 +15,6 @@ namespace fastweights {
 
 // The lower triangle of a symmetric 256 × 256 matrix, in tiles.
 struct Triangle {
-  static constexpr int kSide = 4;
-  static constexpr int kBytes = kSide * (kSide + 1) / 2 * Tile::kBytes;
-
   __device__ __forceinline__ static constexpr u32 offset(int r, int c) {
     return (r * (r + 1) / 2 + c) * Tile::kBytes;
   }
@@ -40,17 +37,6 @@ struct Triangle {
     constexpr Major kRight = k >= c ? Major::kAcross : Major::kAlongK;
     multiply<half, kLeft, kRight>(d, base + (r >= k ? offset(r, k) : offset(k, r)),
                                   base + (k >= c ? offset(k, c) : offset(c, k)), accumulate);
-  }
-
-  // d (+)= a·(block (r, c)).
-  template <int r, int c>
-  __device__ __forceinline__ static void apply(Accumulator& d, const Left& a, u32 base,
-                                               bool accumulate) {
-    if constexpr (r >= c) {
-      multiply<half, Major::kAcross>(d, a, base + offset(r, c), accumulate);
-    } else {
-      multiply<half, Major::kAlongK>(d, a, base + offset(c, r), accumulate);
-    }
   }
 };
 
@@ -118,23 +104,14 @@ struct Part {
       Accumulator sum[1];
       gram<i>(x, sum);
       round_to_left<half>(sum[0], tiles[i]);
-      store_left<false>(a + Triangle::offset(row(i), col(i)), tiles[i], warp, lane);
     });
+    store(a, tiles);
     S::publish();
     repeat<kTiles>([&](auto i_) {
       constexpr int i = decltype(i_)::value;
       Accumulator sum[1];
       square<i>(a, sum);
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<half>(tiles[i].x[s][j], low, high);
-          tiles[i].x[s][j] = pack<half>(f[1] * low + f[2] * sum[0].x[8 * s + 2 * j],
-                                        f[1] * high + f[2] * sum[0].x[8 * s + 2 * j + 1]);
-        }
-      }
+      mix<half>(tiles[i], f[1], f[2], sum[0]);
     });
     __syncthreads();  // all are through with A
     store(a, tiles);
@@ -149,16 +126,7 @@ struct Part {
       Accumulator sum[1];
       Left own;
       load_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<half>(own.x[s][j], low, high);
-          sum[0].x[8 * s + 2 * j] = f[0] * low;
-          sum[0].x[8 * s + 2 * j + 1] = f[0] * high;
-        }
-      }
+      widen<half>(own, f[0], sum[0]);
       wgmma_begin();
       repeat<4>([&](auto k_) {
         constexpr int k = decltype(k_)::value;

@@ -210,16 +210,8 @@ struct Stack {
     for (int r = 0; r < kRowTiles; ++r) {
       Accumulator sum[1];
       square_product(gram, a, r, sum);
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float low, high;
-          unpack<Compute>(gram[r].x[s][i], low, high);
-          out[r].x[s][i] = pack<Compute>(b * low + c * sum[0].x[8 * s + 2 * i],
-                                         b * high + c * sum[0].x[8 * s + 2 * i + 1]);
-        }
-      }
+      out[r] = gram[r];
+      mix<Compute>(out[r], b, c, sum[0]);
     }
   }
 
@@ -227,16 +219,7 @@ struct Stack {
   __device__ __forceinline__ void scaled(u32 x, int k, float a, Accumulator& out) const {
     Left own;
     load_left<kTall>(tile(x, group, k), own, warp, lane);
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float low, high;
-        unpack<Compute>(own.x[s][i], low, high);
-        out.x[8 * s + 2 * i] = a * low;
-        out.x[8 * s + 2 * i + 1] = a * high;
-      }
-    }
+    widen<Compute>(own, a, out);
   }
 
   // Start out += left·(column tile k of x).

@@ -41,7 +41,7 @@ def test_newton_schulz_on_the_host(tmp_path: Path) -> None:
     )
     errors = dict(line.split() for line in printed.stdout.splitlines())
     assert {name.split("-")[0] for name in errors} == {"small", "tiles", "256", "backward"}
-    # Five steps of fp16 products are 1.1e-3 to 2.5e-3 off; a gradient is compared along a few
+    # Five steps of fp16 products are 1.1e-3 to 2.7e-3 off; a gradient is compared along a few
     # directions only, so that its figure scatters.
     limits = {"backward": 1e-2}
     wrong = {n: e for n, e in errors.items() if not float(e) < limits.get(n.split("-")[0], 4e-3)}

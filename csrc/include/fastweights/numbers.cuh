@@ -2,18 +2,9 @@
 // hundredths of a second at run time.
 #pragma once
 
+#include <fastweights/types.cuh>
+
 namespace fastweights {
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-struct half {
-  u16 bits;
-};
-struct bfloat16 {
-  u16 bits;
-};
 
 // Two numbers in one register, the first in the low half.
 template <typename T>

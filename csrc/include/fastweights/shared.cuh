@@ -15,20 +15,6 @@ __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A tile of 64 × 64 16-bit numbers: rows of 128 bytes, in which the eight pieces of 16 bytes change
-// places from row to row, so that a column of pieces lies in all banks. wgmma calls it a 128-byte
-// swizzle, and wants it on a multiple of 1024 bytes.
-struct Tile {
-  static constexpr int kRows = 64;
-  static constexpr int kCols = 64;
-  static constexpr int kBytes = kRows * kCols * 2;
-
-  // Byte of the 16-byte piece that holds columns 8·piece … 8·piece + 7 of a row.
-  __device__ __forceinline__ static u32 piece(int row, int piece) {
-    return row * 128 + ((piece ^ (row & 7)) << 4);
-  }
-};
-
 __device__ __forceinline__ void store_shared(u32 address, const u32 (&x)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])

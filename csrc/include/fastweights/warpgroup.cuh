@@ -33,6 +33,36 @@ __device__ __forceinline__ void round_to_left(const Accumulator& d, Left& a) {
   }
 }
 
+// a ← p·a + q·d.
+template <typename T>
+__device__ __forceinline__ void mix(Left& a, float p, float q, const Accumulator& d) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low, high;
+      unpack<T>(a.x[step][i], low, high);
+      a.x[step][i] =
+          pack<T>(p * low + q * d.x[8 * step + 2 * i], p * high + q * d.x[8 * step + 2 * i + 1]);
+    }
+  }
+}
+
+// d ← p·a.
+template <typename T>
+__device__ __forceinline__ void widen(const Left& a, float p, Accumulator& d) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low, high;
+      unpack<T>(a.x[step][i], low, high);
+      d.x[8 * step + 2 * i] = p * low;
+      d.x[8 * step + 2 * i + 1] = p * high;
+    }
+  }
+}
+
 // Address in a tile at which this thread's part of step `step` of a left operand starts, for
 // load_matrices and store_matrices: as its own rows, or (kTransposed) as columns of the tile.
 template <bool kTransposed>

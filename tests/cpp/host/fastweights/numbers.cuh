@@ -5,18 +5,9 @@
 
 #include "../cuda.hpp"
 
+#include <fastweights/types.cuh>
+
 namespace fastweights {
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-struct half {
-  u16 bits;
-};
-struct bfloat16 {
-  u16 bits;
-};
 
 template <typename T>
 T rounded(float x);

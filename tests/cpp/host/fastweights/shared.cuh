@@ -14,19 +14,12 @@ inline u32 shared_address(const void* pointer) {
 }
 inline void fence_async() {}
 
-struct Tile {
-  static constexpr int kRows = 64;
-  static constexpr int kCols = 64;
-  static constexpr int kBytes = kRows * kCols * 2;
-
-  static u32 piece(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-  // The number in row r and column c.
-  static u16 at(u32 tile, int r, int c) {
-    u16 bits;
-    std::memcpy(&bits, memory + tile + piece(r, c / 8) + c % 8 * 2, 2);
-    return bits;
-  }
-};
+// The number of a tile in row r and column c.
+inline u16 number_at(u32 tile, int r, int c) {
+  u16 bits;
+  std::memcpy(&bits, memory + tile + Tile::piece(r, c / 8) + c % 8 * 2, 2);
+  return bits;
+}
 
 inline void store_shared(u32 address, const u32 (&x)[4]) {
   std::memcpy(memory + address, x, 16);

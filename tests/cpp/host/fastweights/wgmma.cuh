@@ -28,7 +28,7 @@ void sum_products(Accumulator& d, bool accumulate, LeftAt left, RightAt right) {
 
 template <Major kMajor>
 u16 right_at(u32 tile, int k, int c) {
-  return kMajor == Major::kAcross ? Tile::at(tile, k, c) : Tile::at(tile, c, k);
+  return kMajor == Major::kAcross ? number_at(tile, k, c) : number_at(tile, c, k);
 }
 
 template <typename T, Major kB>
@@ -55,7 +55,7 @@ void multiply(Accumulator& d, u32 a, u32 b, bool accumulate) {
   sync_group();
   sum_products<T>(
       d, accumulate,
-      [&](int r, int k) { return kA == Major::kAlongK ? Tile::at(a, r, k) : Tile::at(a, k, r); },
+      [&](int r, int k) { return kA == Major::kAlongK ? number_at(a, r, k) : number_at(a, k, r); },
       [&](int k, int c) { return right_at<kB>(b, k, c); });
 }
 
