@@ -12,7 +12,7 @@ dimension, (B, m, n), and return such stacks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
 from typing import Any, NamedTuple
@@ -257,64 +257,39 @@ def _flops(call: _Call, backward: bool) -> int:
     return shape.batch * matrix(n, m, shape.steps)
 
 
-# The backward operators take the upstream gradient first, then the forward operator's arguments.
-
-MATRIX_BWD = declare(
-    Operator(
-        "newton_schulz_bwd",
-        f"(Tensor d_out, Tensor x, {_RULES}) -> Tensor",
-        impl=lambda d_out, *args: _backward_impl(d_out, _matrix_call(*args)),
-        fake=lambda d_out, *args: _backward_fake(d_out, _matrix_call(*args)),
-        flops=lambda d_out, *args, **kwargs: _flops(_matrix_call(*args), backward=True),
-    )
-)
-
-FACTOR_BWD = declare(
-    Operator(
-        "gram_newton_schulz_factor_bwd",
-        f"(Tensor d_factor, Tensor gram, {_RULES}) -> Tensor",
-        impl=lambda d_factor, *args: _backward_impl(d_factor, _factor_call(*args)),
-        fake=lambda d_factor, *args: _backward_fake(d_factor, _factor_call(*args)),
-        flops=lambda d_factor, *args, **kwargs: _flops(_factor_call(*args), backward=True),
-    )
-)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.rules = inputs[1:]
 
 
-def _matrix_backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
-    (x,) = ctx.saved_tensors
-    return (MATRIX_BWD(d_out, x, *ctx.rules), *[None] * 4)
+def _declare(name: str, argument: str, call: Callable[..., _Call]) -> Any:
+    """The forward operator; its backward takes the upstream gradient, then the same arguments."""
+    backward = declare(
+        Operator(
+            f"{name}_bwd",
+            f"(Tensor d_out, Tensor {argument}, {_RULES}) -> Tensor",
+            impl=lambda d_out, *args: _backward_impl(d_out, call(*args)),
+            fake=lambda d_out, *args: _backward_fake(d_out, call(*args)),
+            flops=lambda d_out, *args, **kwargs: _flops(call(*args), backward=True),
+        )
+    )
+
+    def through(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return (backward(d_out, x, *ctx.rules), *[None] * len(ctx.rules))
+
+    return declare(
+        Operator(
+            f"{name}_fwd",
+            f"(Tensor {argument}, {_RULES}) -> Tensor",
+            impl=lambda *args: _forward_impl(call(*args)),
+            fake=lambda *args: _forward_fake(call(*args)),
+            flops=lambda *args, **kwargs: _flops(call(*args), backward=False),
+        ),
+        setup_context=_setup,
+        backward=through,
+    )
 
 
-def _factor_backward(ctx: Any, d_factor: torch.Tensor) -> tuple[Any, ...]:
-    (gram,) = ctx.saved_tensors
-    return (FACTOR_BWD(d_factor, gram, *ctx.rules), *[None] * 4)
-
-
-MATRIX_FWD = declare(
-    Operator(
-        "newton_schulz_fwd",
-        f"(Tensor x, {_RULES}) -> Tensor",
-        impl=lambda *args: _forward_impl(_matrix_call(*args)),
-        fake=lambda *args: _forward_fake(_matrix_call(*args)),
-        flops=lambda *args, **kwargs: _flops(_matrix_call(*args), backward=False),
-    ),
-    setup_context=_setup,
-    backward=_matrix_backward,
-)
-
-FACTOR_FWD = declare(
-    Operator(
-        "gram_newton_schulz_factor_fwd",
-        f"(Tensor gram, {_RULES}) -> Tensor",
-        impl=lambda *args: _forward_impl(_factor_call(*args)),
-        fake=lambda *args: _forward_fake(_factor_call(*args)),
-        flops=lambda *args, **kwargs: _flops(_factor_call(*args), backward=False),
-    ),
-    setup_context=_setup,
-    backward=_factor_backward,
-)
+MATRIX_FWD = _declare("newton_schulz", "x", _matrix_call)
+FACTOR_FWD = _declare("gram_newton_schulz_factor", "gram", _factor_call)
