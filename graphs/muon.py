@@ -156,17 +156,20 @@ def _is_dtensor(x: torch.Tensor) -> bool:
     return type(x).__name__ == "DTensor"
 
 
-def _gathered(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if _is_dtensor(x) else x  # type: ignore[attr-defined]
+# What follows takes a tensor or a DTensor, whose class is not imported; hence Any.
 
 
-def _placed(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _gathered(x: Any) -> torch.Tensor:
+    return x.full_tensor() if _is_dtensor(x) else x
+
+
+def _placed(whole: torch.Tensor, p: Any) -> torch.Tensor:
     """A matrix that every rank holds, sharded as `p` is: each rank keeps its part."""
     if not _is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    mesh, placements = p.device_mesh, p.placements
     everywhere = [Replicate()] * mesh.ndim
     return DTensor.from_local(whole, mesh, everywhere, run_check=False).redistribute(
         mesh, placements

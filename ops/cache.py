@@ -1,7 +1,7 @@
 """Where compiled kernels and users' tables lie, and writing there so that nothing is half there.
 
-Three variables rule it: FASTWEIGHTS_CACHE (the folder; else $XDG_CACHE_HOME/fastweights, else
-~/.cache/fastweights), FASTWEIGHTS_READONLY (1: read, never write) and FASTWEIGHTS_LOG.
+Two variables rule it: FASTWEIGHTS_CACHE (the folder; else $XDG_CACHE_HOME/fastweights, else
+~/.cache/fastweights) and FASTWEIGHTS_READONLY (1: read, never write).
 """
 
 from __future__ import annotations
@@ -60,20 +60,14 @@ def keep(files: Mapping[str, bytes], *names: str) -> Path:
         for name, content in files.items():
             (draft / name).write_bytes(content)
         draft.chmod(0o755)
-        with contextlib.suppress(FileExistsError, NotADirectoryError):
-            # Onto a folder that is not empty, rename fails: the first one stays.
-            _rename(draft, path)
+        try:
+            draft.rename(path)
+        except OSError:  # onto a folder that is not empty: the first one stays
+            if not path.is_dir():
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return path
-
-
-def _rename(draft: Path, path: Path) -> None:
-    try:
-        draft.rename(path)
-    except OSError:
-        if not path.is_dir():
-            raise
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from .op import AttentionShape
 
 OP = "polar_attention"
 MIN_BLOCK_D = 16
-SHORT = 2048
+SHORT = 2048  # keys, see Bucket
 HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
 HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_dkdv
 HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers

@@ -295,7 +295,7 @@ print("equal")
 @pytest.mark.parametrize("world", [1, 2])
 def test_sharded_step_equals_the_whole_one(world: int, tmp_path: Path) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
+        pytest.skip("this torch is built without gloo, over which the ranks of the test talk")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

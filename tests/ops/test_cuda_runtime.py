@@ -162,8 +162,16 @@ def test_an_entry_is_whole_and_the_first_stays(
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path))
-    with pytest.raises(TypeError):
-        cache.keep({"a": b"1", "b": None}, "cubin", "x")  # type: ignore[dict-item]
+    write = Path.write_bytes
+
+    def full_after_one(path: Path, content: bytes) -> int:
+        if path.name == "b":
+            raise OSError("No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full_after_one)
+    with pytest.raises(OSError, match="No space"):
+        cache.keep({"a": b"1", "b": b"2"}, "cubin", "x")
     assert list((tmp_path / "cubin").iterdir()) == []
 
 
