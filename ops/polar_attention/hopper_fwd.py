@@ -384,29 +384,36 @@ def _consume(
             mbarrier.arrive(k_free.index(stage), count=1)
             j = _key_of(0, begin, full_end, right, BLOCK_N)
             weight, _, m, l, s2 = _softmax(
-                s, m, l, s2, rate, j, low, high, POLAR, True, WINDOW, BLOCK_N, S_LAYOUT
+                s, m, l, s2, rate, j, low, high, POLAR, True, BLOCK_N, S_LAYOUT
             )
+            # Half a row tile may see nothing of a key tile that the other half sees, where the tile
+            # is as small as its rows. Only then the step before may be another than the one read
+            # last, which costs larger tiles the registers that they have not.
+            PASSES: gl.constexpr = BLOCK_N == ROWS
             last = base
             first_mine = row0 + WHO * ROWS
             low_mine, high_mine = _keys_of(first_mine, tq, tk, window, CAUSAL, WINDOW)
             for step in range(1, masked):
                 j = _key_of(step, begin, full_end, right, BLOCK_N)
-                # Half a row tile may see nothing of a key tile that the other half sees.
-                if BLOCK_N == ROWS and (j >= high_mine or j + BLOCK_N <= low_mine):
+                if PASSES and (j >= high_mine or j + BLOCK_N <= low_mine):
                     _pass_by(base + step, buffers, STAGES)
                 else:
+                    before = last if PASSES else base + step - 1
                     acc, weight, m, l, s2 = _consume_step(
-                        base + step, last, step, acc, weight, m, l, s2, rate, low, high, mine,
-                        buffers, plan, POLAR, True, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                        base + step, before, step, acc, weight, m, l, s2, rate, low, high, mine,
+                        buffers, plan, POLAR, True, BLOCK_N, CHUNK, CHUNKS, STAGES,
                         S_LAYOUT, O_LAYOUT,
                     )  # fmt: skip
                     last = base + step
             for step in range(gl.maximum(masked, 1), steps):
+                before = last if PASSES else base + step - 1
                 acc, weight, m, l, s2 = _consume_step(
-                    base + step, last, step, acc, weight, m, l, s2, rate, low, high, mine, buffers,
-                    plan, POLAR, False, WINDOW, BLOCK_N, CHUNK, CHUNKS, STAGES, S_LAYOUT, O_LAYOUT,
+                    base + step, before, step, acc, weight, m, l, s2, rate, low, high, mine,
+                    buffers, plan, POLAR, False, BLOCK_N, CHUNK, CHUNKS, STAGES,
+                    S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
                 last = base + step
+            last = last if PASSES else base + steps - 1
             # Here, so that it arrives while the last product runs.
             null = _null_value(null_value, head, NULL_VALUE, WIDTH, CHUNK, CHUNKS, O_LAYOUT)
             stage = last % STAGES
