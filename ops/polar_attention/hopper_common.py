@@ -128,6 +128,29 @@ def part_of(plan, PART: gl.constexpr):
 
 
 @gluon.jit
+def hide(x, at, low, count):
+    """x where low ≤ at < low + count, −inf elsewhere.
+
+    Written out, as LLVM packs the outcomes of these comparisons into bits of words and takes them
+    out again, which makes a step half as long again.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        { .reg .pred seen;
+        .reg .b32 from_low;
+        sub.s32 from_low, $2, $3;
+        setp.lt.u32 seen, from_low, $4;
+        selp.f32 $0, $1, 0fFF800000, seen; }
+        """,
+        "=f,f,r,r,r",
+        [x, at, low, count],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def clear_rows(tile, first, TILE_ROWS: gl.constexpr, COLS: gl.constexpr):
     """Zero rows `first` … of a 16-bit tile in shared memory, for wgmma to read; by one warp.
 

@@ -44,6 +44,7 @@ from .hopper_common import (
     CONSUMERS,
     ROWS,
     draw,
+    hide,
     new_barriers,
     new_turns,
     opaque,
@@ -182,18 +183,18 @@ def _consume_step(
     minus_lam = row_tiles.index(vectors).load(S_LAYOUT)  # [1, M]
     if POLAR:
         rate = row_tiles.index(vectors + 1).load(S_LAYOUT)  # [1, M]
-        u = gl.exp2(score * rate + minus_lam)
+        exponent = score * rate + minus_lam
     else:
-        u = gl.exp2(score * factor + minus_lam)
+        exponent = score * factor + minus_lam
     if MASKED:
-        at = row0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-        high = tk + at * 0
+        # Of the keys: rows past the last one have no weight, and results of keys past it no reader.
         if CAUSAL:
-            high = gl.minimum(gl.maximum(tk - tq + at + 1, 0), tk)
-        seen = keys[:, None] < high[None, :]
-        if WINDOW:
-            seen = seen & (keys[:, None] >= (high - window)[None, :])
-        u = gl.where(seen, u, 0.0)
+            at = row0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+            first = keys - (tk - tq)  # that sees a key
+            exponent = hide(exponent, at[None, :], first[:, None], window)
+        elif WINDOW:
+            exponent = gl.where((keys >= tk - window)[:, None], exponent, float("-inf"))
+    u = gl.exp2(exponent)
     dv_new = ()
     if DV:
         weight = gl.convert_layout(u.to(q_tiles.dtype), A_LAYOUT)

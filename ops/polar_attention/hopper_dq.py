@@ -30,6 +30,7 @@ from .hopper_common import (
     ROWS,
     clear_rows,
     draw,
+    hide,
     new_barriers,
     new_turns,
     opaque,
@@ -164,11 +165,11 @@ def _consume_keys_step(
         value = v_tiles.index(stage * CHUNKS + c).reshape([BLOCK_N, CHUNK])
         du = warpgroup_mma(grad, value.permute((1, 0)), du, use_acc=c > 0, is_async=True)
     score = warpgroup_mma_wait(CHUNKS, deps=[score])
-    u = gl.exp2(score * rate[:, None] + minus_lam[:, None])
+    exponent = score * rate[:, None] + minus_lam[:, None]
     if MASKED:
         at = j + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-        u = gl.where(seen, u, 0.0)
+        exponent = hide(exponent, at[None, :], low[:, None], (high - low)[:, None])
+    u = gl.exp2(exponent)
     du = warpgroup_mma_wait(0, deps=[du])
     if POLAR:
         g = u * (du + (e0[:, None] - e1[:, None] * u))

@@ -37,6 +37,7 @@ from .hopper_common import (
     ROWS,
     clear_rows,
     draw,
+    hide,
     new_barriers,
     new_turns,
     place_rows,
@@ -145,14 +146,11 @@ def _produce(
 
 @gluon.jit
 def _softmax(s, m, l, s2, rate, j, low, high, COUNT: gl.constexpr, MASKED: gl.constexpr,
-             WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
+             BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr):  # fmt: skip
     """One step of the online softmax: weights, α and the new running values."""
     if MASKED:
         at = j + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        seen = at[None, :] < high[:, None]
-        if WINDOW:
-            seen = seen & (at[None, :] >= low[:, None])
-        s = gl.where(seen, s * rate[:, None], float("-inf"))
+        s = hide(s * rate[:, None], at[None, :], low[:, None], (high - low)[:, None])
         m_new = gl.maximum(m, gl.max(s, 1))
         # A row that has seen no key yet keeps −inf; shifting by 0 keeps its p at 0, not NaN.
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -243,7 +241,7 @@ def _weigh(
 @gluon.jit
 def _consume_step(
     i, last, step, acc, weight, m, l, s2, rate, low, high, mine, buffers, plan,
-    COUNT: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    COUNT: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -266,7 +264,7 @@ def _consume_step(
     mbarrier.arrive(k_free.index(stage), count=1)
     j = _key_of(step, begin, full_end, right, BLOCK_N)
     weight, alpha, m, l, s2 = _softmax(
-        s, m, l, s2, rate, j, low, high, COUNT, MASKED, WINDOW, BLOCK_N, S_LAYOUT
+        s, m, l, s2, rate, j, low, high, COUNT, MASKED, BLOCK_N, S_LAYOUT
     )
     acc = wait_chunks(acc)
     mbarrier.arrive(v_free.index(before), count=1)
