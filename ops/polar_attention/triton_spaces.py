@@ -90,7 +90,7 @@ class Bucket(NamedTuple):
         null_value: whether there is a null value.
         windowed: whether a window hides keys.
         deterministic: whether atomics are forbidden.
-        short: whether no row sees more than SHORT keys.
+        short: whether no row is said to see more than SHORT keys.
         plain: without n_keys, not empty, addressable by bulk copies: what the Hopper kernels want.
     """
 
@@ -113,9 +113,17 @@ def bucket(shape: AttentionShape) -> Key:
         null_value=shape.null_value,
         windowed=windowed(shape),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        short=min(shape.tk, shape.window or shape.tk) <= SHORT,
+        short=_most_keys(shape) <= SHORT,
         plain=shape.aligned and not shape.has_n_keys and min(shape.batch, shape.tq, shape.tk) > 0,
     )
+
+
+def _most_keys(shape: AttentionShape) -> int:
+    """How many keys a row may see; if packed, as far as the hints say."""
+    keys = shape.tk
+    if shape.packed:
+        keys = shape.max_seqlen_k or shape.max_seqlen or keys
+    return min(keys, shape.window or keys)
 
 
 def windowed(shape: AttentionShape) -> bool:

@@ -7,6 +7,7 @@ already make several: whole ones, ragged ones, masked ones.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -199,6 +200,12 @@ def test_bucket_tells_rules_apart_but_not_lengths() -> None:
     with contracts.deterministic():
         other.append(key(base))
     assert len({key(base), *other}) == 1 + len(other)
+    # Long buffers of short sequences go with what they are said to hold.
+    packed = base.but(tq=6000, packed=(1000, 5000)).shape(torch.float32, CPU)
+    assert not backend.bucket(packed).short
+    assert backend.bucket(dataclasses.replace(packed, max_seqlen=1000)).short
+    longer_k = dataclasses.replace(packed, max_seqlen=1000, max_seqlen_k=5000)
+    assert not backend.bucket(longer_k).short
 
 
 def test_rows_of_one_key_among_rows_of_none() -> None:
