@@ -21,6 +21,11 @@ MIN_BLOCK_D = 16
 SHORT = 2048  # keys, see Bucket
 HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
 HOPPER_KEYS = 64  # of one consumer of dkdv; as in hopper_dkdv
+# wgmma reads past the end of a computed tile of fewer columns than this where rows are what it sums
+# over (Triton 3.6, memcheck): that of dq in the single-pass form; all of fp32, whose operands are
+# parts of them.
+NARROWEST = 64
+COMPUTED_TILE = f"its wgmma leaves shared memory where computed tiles are under {NARROWEST} wide"
 HOPPER_SHARED_BYTES = 226 * 1024  # of the 227 KiB of a block: the rest is for barriers
 
 
@@ -181,6 +186,9 @@ def _limits(
         return f"needs about {registers} registers a thread for its accumulators"
     if config.get("HALF", 1) != (key[0] == 2):
         return "is for another element size"
+    narrow = block_d(key[1]) < NARROWEST and device.capability == 90
+    if narrow and key[0] == 4 and config.matrix == "wgmma":
+        return COMPUTED_TILE
     return None
 
 
@@ -210,10 +218,11 @@ def _hopper(n: int, stages: int) -> Config:
 
 
 # Best first, as measured on an H200.
+_FP32_FWD = _config(64, 32, 4, 2, HALF=0)
 _WIDE_FWD = (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1))
 _PREFERRED_FWD = {
-    64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1)),
-    128: (_hopper(128, 2), _config(64, 64, 4, 3, HALF=1), _config(64, 64, 4, 2, HALF=1)),
+    64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1), _FP32_FWD),
+    128: (_hopper(128, 2), _config(64, 64, 4, 3, HALF=1), _config(64, 64, 4, 2, HALF=1), _FP32_FWD),
     192: _WIDE_FWD,
     256: _WIDE_FWD,
 }
@@ -238,7 +247,9 @@ SPACE_FWD = Space(
         ),
         *(
             _config(m, n, warps, stages, HALF=0)
-            for m, n, warps, stages in ((32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
+            for m, n, warps, stages in (
+                (128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1),
+            )
         ),
     ),
     fits=_fits_fwd,
@@ -257,9 +268,8 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     single = config["SINGLE"]
     if config.get("HOPPER"):
         return _fits_hopper_bwd(config, key, device)
-    if single and min(m, width) < 64 and device.capability == 90:
-        # Seen with Triton 3.6 (memcheck); fp32 has no wgmma tiles at all for the same reason.
-        return "its product for dq, by wgmma on a computed tile this narrow, leaves shared memory"
+    if single and min(m, width) < NARROWEST and device.capability == 90:
+        return COMPUTED_TILE
     shared = size * width * 2 * (n + m * config.num_stages) + 16 * m * config.num_stages
     shared += single * (size * m * n + 4 * m * width)
     registers = (2 * n * width + 2 * n * m + single * m * width) // (32 * config.num_warps)
@@ -331,9 +341,10 @@ _BWD_64 = _split((64, 64, 4, 4), (64, 64, 4, 3))
 _BWD_128 = _split((64, 64, 4, 2), (128, 64, 8, 3))
 _BWD_256 = _split((32, 64, 8, 2), (64, 64, 8, 2))
 _BWD_SMALL = _split((32, 64, 4, 2), (64, 32, 4, 2))
+_FP32_BWD = _split((32, 64, 8, 1), (64, 32, 4, 1), half=0)
 _PREFERRED_BWD = {
-    64: (_HOPPER_64, _BWD_64, _BWD_SMALL),
-    128: (_HOPPER_128, _BWD_128, _BWD_SMALL),
+    64: (_HOPPER_64, _BWD_64, _BWD_SMALL, _FP32_BWD),
+    128: (_HOPPER_128, _BWD_128, _BWD_SMALL, _FP32_BWD),
     192: (_HOPPER_192, _BWD_256),
     256: (_HOPPER_256, _BWD_256),
 }
@@ -362,6 +373,8 @@ SPACE_BWD = Space(
         _single(64, 128, 8, 2),
         _single(64, 64, 4, 2),
         _single(32, 32, 4, 1),
+        _FP32_BWD,
+        _split((16, 64, 4, 1), (64, 16, 4, 1), half=0),
         _split((32, 32, 4, 1), (32, 32, 4, 1), half=0),
         _split((16, 32, 4, 1), (16, 32, 4, 1), half=0),
         _split((16, 16, 4, 1), (16, 16, 4, 1), half=0),

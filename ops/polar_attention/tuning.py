@@ -88,10 +88,12 @@ PROBLEMS = (
 
 HALF_WIDTHS = (64, 128, 192, 256)
 # Bytes of stack that a kernel may use. Of the wgmma tiles: values around the loops, and in the
-# plain backward of width 128 some in them; of width 256, where no tile leaves registers, many. The
-# small mma.sync tiles are what fp32 and devices with little shared memory use, and spill inside.
+# plain backward of width 128 some in them; of width 256, where no tile leaves registers, many; of
+# fp32 as well, which holds each operand in three parts. The small mma.sync tiles are what fp32 and
+# devices with little shared memory use, and spill inside.
 MAX_STACK = {"wgmma": 384, "mma": 4096}
 MAX_STACK_WIDE = 1024
+MAX_STACK_FP32 = 1664
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
 
 
@@ -195,7 +197,11 @@ def _recorded(space: Space, config: Config, shape: AttentionShape) -> list[Compi
             config,
             source,
             matrix="fma" if source.name in _MEMORY_BOUND else None,
-            max_stack=max(MAX_STACK[config.matrix], MAX_STACK_WIDE if shape.head_dim > 128 else 0),
+            max_stack=max(
+                MAX_STACK[config.matrix],
+                MAX_STACK_WIDE if shape.head_dim > 128 else 0,
+                MAX_STACK_FP32 if shape.dtype == torch.float32 else 0,
+            ),
         )
         for source in sources
     ]
