@@ -293,10 +293,11 @@ def problem(case: CompileCase, report: Report, target: str, max_stack: int = 0) 
     if report.stack_bytes > allowed:
         return f"{report.stack_bytes} bytes of stack, allowed {allowed}"
     expected = expected_matrix(case.matrix or case.config.matrix, target)
-    if case.source.half_precision and report.matrix != expected:
-        return f"uses {report.matrix}, the config states {expected}"
-    if report.serial:
-        return "its wgmma run one by one"
+    if case.source.half_precision:  # fp32 multiplies parts of its operands, made between products
+        if report.matrix != expected:
+            return f"uses {report.matrix}, the config states {expected}"
+        if report.serial:
+            return "its wgmma run one by one"
     if report.unset:
         return f"{report.unset} wgmma read a descriptor that a path leaves unset"
     return None

@@ -93,7 +93,7 @@ HALF_WIDTHS = (64, 128, 192, 256)
 # devices with little shared memory use, and spill inside.
 MAX_STACK = {"wgmma": 384, "mma": 4096}
 MAX_STACK_WIDE = 1024
-MAX_STACK_FP32 = 1664
+MAX_STACK_FP32 = 1792
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
 
 
