@@ -127,7 +127,7 @@ def _element(dtype: torch.dtype) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _table(coefficients: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The coefficients on the device: in an argument, no schedule is another kernel.
+    """The coefficients and a 0 on the device: in an argument, no schedule is another kernel.
 
     Raises:
         RuntimeError: a first use while the stream is being captured.
@@ -137,4 +137,4 @@ def _table(coefficients: tuple[float, ...], device: torch.device) -> torch.Tenso
             f"fastweights::{OP} (triton) has not met these coefficients: call it once before "
             "capture"
         )
-    return torch.tensor(coefficients, dtype=torch.float32, device=device)
+    return torch.tensor((*coefficients, 0.0), dtype=torch.float32, device=device)

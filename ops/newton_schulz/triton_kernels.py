@@ -28,73 +28,69 @@ COLUMNS_WHOLE = tl.constexpr(1)  # neighbours in a column are: the matrix is rea
 
 @triton.jit
 def _addresses(
-    matrix, rows, cols, stride_b, stride_r, stride_c,
-    ORDER: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    x, matrix, zero, rows, cols, stride_b, stride_r, stride_c,
+    ORDER: tl.constexpr, VECTOR: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Offsets [R, C] of the elements of one matrix of a stack, and which of them exist.
+    """Addresses [R, C] of the elements of one matrix of a stack, and which of them exist.
 
-    ORDER: 0 and 1 as above, 2 for neither. With VECTOR, base and strides are multiples of VECTOR
-    elements; EXACT says that the tile has no padding.
+    ORDER: 0 and 1 as above, 2 for neither. With VECTOR > 1, base and strides are multiples of 16
+    bytes, and rows (ORDER 1: columns) hold a multiple of VECTOR elements. `zero` is a 0 that the
+    compiler cannot know: else it would form the addresses once for all matrices, and keep a pair
+    of registers for each.
     """
     r = tl.arange(0, R)  # [R]
     c = tl.arange(0, C)  # [C]
     at = matrix * stride_b  # int64, as every stride is
-    if ORDER == ROWS_WHOLE:
-        if VECTOR > 1:
-            stride_r = tl.multiple_of(stride_r, VECTOR)
-            at = tl.multiple_of(at, VECTOR)
-            cols = tl.multiple_of(cols, VECTOR)
-        offsets = at + (r.to(tl.int64) * stride_r)[:, None] + c[None, :]
-    elif ORDER == COLUMNS_WHOLE:
-        if VECTOR > 1:
-            stride_c = tl.multiple_of(stride_c, VECTOR)
-            at = tl.multiple_of(at, VECTOR)
-            rows = tl.multiple_of(rows, VECTOR)
-        offsets = at + (c.to(tl.int64) * stride_c)[None, :] + r[:, None]
-    else:
-        offsets = at + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
-    if EXACT:
-        mask = tl.full([R, C], True, tl.int1)
-    else:
-        mask = (r < rows)[:, None] & (c < cols)[None, :]
-    return offsets, mask
+    down = r.to(tl.int64)
+    along = c.to(tl.int64)
+    if ORDER != COLUMNS_WHOLE:
+        down = (r + zero) * stride_r
+    if ORDER != ROWS_WHOLE:
+        along = (c + zero) * stride_c
+    pointers = x + (at + down[:, None] + along[None, :])
+    if VECTOR > 1:
+        pointers = tl.multiple_of(pointers, (16, 16))
+        if ORDER == ROWS_WHOLE:
+            cols = cols // VECTOR * VECTOR
+        else:
+            rows = rows // VECTOR * VECTOR
+    return pointers, (r < rows)[:, None] & (c < cols)[None, :]
 
 
 @triton.jit
 def _load(
-    x, matrix, rows, cols, stride_b, stride_r, stride_c,
+    x, matrix, zero, rows, cols, stride_b, stride_r, stride_c,
     ORDER: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One matrix in fp32, zeros where the tile is padding."""
-    offsets, mask = _addresses(
-        matrix, rows, cols, stride_b, stride_r, stride_c, ORDER, VECTOR, EXACT, R, C
+    """One matrix in fp32, zeros where the tile is padding; EXACT: there is none."""
+    pointers, mask = _addresses(
+        x, matrix, zero, rows, cols, stride_b, stride_r, stride_c, ORDER, VECTOR, R, C
     )
-    tile = tl.load(x + offsets) if EXACT else tl.load(x + offsets, mask=mask, other=0.0)
+    tile = tl.load(pointers) if EXACT else tl.load(pointers, mask=mask, other=0.0)
     return tile.to(tl.float32)  # [R, C]
 
 
 @triton.jit
 def _store(
-    x, tile, matrix, rows, cols, stride_b, stride_r, stride_c,
+    x, tile, matrix, zero, rows, cols, stride_b, stride_r, stride_c,
     ORDER: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    offsets, mask = _addresses(
-        matrix, rows, cols, stride_b, stride_r, stride_c, ORDER, VECTOR, EXACT, R, C
+    pointers, mask = _addresses(
+        x, matrix, zero, rows, cols, stride_b, stride_r, stride_c, ORDER, VECTOR, R, C
     )
     tile = tile.to(x.dtype.element_ty)
     if EXACT:
-        tl.store(x + offsets, tile)
+        tl.store(pointers, tile)
     else:
-        tl.store(x + offsets, tile, mask=mask)
+        tl.store(pointers, tile, mask=mask)
 
 
 @triton.jit
 def _norm(x):
     """Frobenius norm of a tile in fp32."""
-    return tl.sqrt(tl.sum(tl.sum(x * x, 1), 0))
+    return tl.sqrt(tl.sum(x * x))
 
 
 @triton.jit
@@ -121,12 +117,14 @@ def newton_schulz_fwd(
 ):  # fmt: skip
     """Orthogonalise the matrices number, number + programs, … of a stack.
 
-    `table` holds a, b, c of each step in fp32.
+    `table` holds a, b, c of each step in fp32, then a 0.
     """
     for matrix in tl.range(tl.program_id(0), batch, tl.num_programs(0), num_stages=1):
+        zero = tl.load(table + 3 * steps).to(tl.int32)
         source = _load(
-            x, matrix, rows, cols, stride_xb, stride_xr, stride_xc, X_ORDER, X_VECTOR, EXACT, R, C
-        )
+            x, matrix, zero, rows, cols, stride_xb, stride_xr, stride_xc,
+            X_ORDER, X_VECTOR, EXACT, R, C,
+        )  # fmt: skip
         iterate = (source / (_norm(source) + eps)).to(COMPUTE)  # [R, C]
         if MIRROR:
             mirrored = tl.trans(iterate)  # [C, R]
@@ -144,7 +142,7 @@ def newton_schulz_fwd(
                     mirrored, z, a * mirrored.to(tl.float32), input_precision=PRECISION
                 ).to(COMPUTE)  # fmt: skip
         _store(
-            out, iterate, matrix, rows, cols, stride_ob, stride_or, stride_oc,
+            out, iterate, matrix, zero, rows, cols, stride_ob, stride_or, stride_oc,
             O_ORDER, O_VECTOR, EXACT, R, C,
         )  # fmt: skip
 
@@ -171,9 +169,11 @@ def newton_schulz_bwd(
     at = kept + r[:, None] * C + col[None, :]  # [R, C]
     turned = kept + col[:, None] + r[None, :] * C  # [C, R]
     for matrix in tl.range(tl.program_id(0), batch, tl.num_programs(0), num_stages=1):
+        zero = tl.load(table + 3 * steps).to(tl.int32)
         source = _load(
-            x, matrix, rows, cols, stride_xb, stride_xr, stride_xc, X_ORDER, X_VECTOR, EXACT, R, C
-        )
+            x, matrix, zero, rows, cols, stride_xb, stride_xr, stride_xc,
+            X_ORDER, X_VECTOR, EXACT, R, C,
+        )  # fmt: skip
         norm = _norm(source)
         iterate = (source / (norm + eps)).to(COMPUTE)  # [R, C]
         tl.debug_barrier()  # the scratch still serves the matrix before
@@ -196,10 +196,10 @@ def newton_schulz_bwd(
 
         # The largest element goes first: squares of gradients leave fp32 sooner than they do.
         given = _load(
-            upstream, matrix, rows, cols, stride_ub, stride_ur, stride_uc,
+            upstream, matrix, zero, rows, cols, stride_ub, stride_ur, stride_uc,
             U_ORDER, U_VECTOR, EXACT, R, C,
         )  # fmt: skip
-        peak = tl.max(tl.max(tl.abs(given), 1), 0)
+        peak = tl.max(tl.abs(given))
         given = given / tl.where(peak == 0.0, 1.0, peak)
         length = _norm(given)
         length = tl.where(length == 0.0, 1.0, length)
@@ -226,14 +226,15 @@ def newton_schulz_bwd(
 
         # dS = (dX₀ − X₀⟨dX₀, X₀⟩·ν/‖S‖)/ν, ν = ‖S‖ + eps. A zero matrix has the gradient 0.
         source = _load(
-            x, matrix, rows, cols, stride_xb, stride_xr, stride_xc, X_ORDER, X_VECTOR, EXACT, R, C
-        )
+            x, matrix, zero, rows, cols, stride_xb, stride_xr, stride_xc,
+            X_ORDER, X_VECTOR, EXACT, R, C,
+        )  # fmt: skip
         nu = norm + eps
         unit = source / nu
         d_unit = d.to(tl.float32)
-        along = tl.sum(tl.sum(d_unit * unit, 1), 0) * (nu / tl.where(norm == 0.0, 1.0, norm))
+        along = tl.sum(d_unit * unit) * (nu / tl.where(norm == 0.0, 1.0, norm))
         size = tl.where(norm == 0.0, 0.0, length / nu)
         _store(
-            out, (d_unit - unit * along) * size * peak, matrix, rows, cols,
+            out, (d_unit - unit * along) * size * peak, matrix, zero, rows, cols,
             stride_ob, stride_or, stride_oc, O_ORDER, O_VECTOR, EXACT, R, C,
         )  # fmt: skip
