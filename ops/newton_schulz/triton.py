@@ -46,6 +46,7 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     out = empty(x.shape, dtype=shape.dtype, device=shape.device)
     arguments, constants = _common(shape, config, {"x": x, "out": out})
+    constants["EACH"] = int(config["EACH"] > 0)
     kernel = (KERNELS, "newton_schulz_fwd")
     programs = _programs(shape, config)
     runtime.launch(OP, kernel, programs, shape.device, config, arguments, constants)
@@ -59,7 +60,7 @@ def bwd(shape: NewtonSchulzShape, upstream: torch.Tensor, x: torch.Tensor) -> to
     views = {"upstream": upstream, "x": x, "out": out}
     arguments, constants = _common(shape, config, views)
     programs = _programs(shape, config)
-    size = (programs, shape.steps, constants["R"], constants["C"])
+    size = (programs, shape.steps + 1, constants["R"], constants["C"])
     arguments["scratch"] = empty(size, dtype=shape.compute_dtype, device=shape.device)
     kernel = (KERNELS, "newton_schulz_bwd")
     runtime.launch(OP, kernel, programs, shape.device, config, arguments, constants)

@@ -105,46 +105,68 @@ def _gram(x, mirrored, PRECISION: tl.constexpr):
     return tl.dot(x, mirrored, input_precision=PRECISION).to(x.dtype)  # [R, R]
 
 
+@triton.jit
+def _orthogonalise(
+    x, out, table, matrix, rows, cols, steps, eps,
+    stride_xb, stride_xr, stride_xc, stride_ob, stride_or, stride_oc,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MIRROR: tl.constexpr, EXACT: tl.constexpr,
+    X_ORDER: tl.constexpr, X_VECTOR: tl.constexpr, O_ORDER: tl.constexpr, O_VECTOR: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Load one matrix of the stack, take all steps, store it."""
+    zero = tl.load(table + 3 * steps).to(tl.int32)
+    source = _load(
+        x, matrix, zero, rows, cols, stride_xb, stride_xr, stride_xc,
+        X_ORDER, X_VECTOR, EXACT, R, C,
+    )  # fmt: skip
+    iterate = (source / (_norm(source) + eps)).to(COMPUTE)  # [R, C]
+    if MIRROR:
+        mirrored = tl.trans(iterate)  # [C, R]
+    for j in tl.range(0, steps, num_stages=1):
+        a = tl.load(table + 3 * j)
+        b = tl.load(table + 3 * j + 1)
+        c = tl.load(table + 3 * j + 2)
+        gram = _gram(iterate, mirrored if MIRROR else tl.trans(iterate), PRECISION)
+        z = _polynomial(gram, b, c, PRECISION).to(COMPUTE)
+        ahead = a * iterate.to(tl.float32)
+        iterate = tl.dot(z, iterate, ahead, input_precision=PRECISION).to(COMPUTE)
+        if MIRROR:
+            ahead = a * mirrored.to(tl.float32)
+            mirrored = tl.dot(mirrored, z, ahead, input_precision=PRECISION).to(COMPUTE)
+    _store(
+        out, iterate, matrix, zero, rows, cols, stride_ob, stride_or, stride_oc,
+        O_ORDER, O_VECTOR, EXACT, R, C,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=FORWARD_RUNTIME)
 def newton_schulz_fwd(
     x, out, table,
     batch: tl.int32, rows: tl.int32, cols: tl.int32, steps: tl.int32, eps: tl.float32,
     stride_xb: tl.int64, stride_xr: tl.int64, stride_xc: tl.int64,
     stride_ob: tl.int64, stride_or: tl.int64, stride_oc: tl.int64,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MIRROR: tl.constexpr, EXACT: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MIRROR: tl.constexpr, EACH: tl.constexpr,
+    EXACT: tl.constexpr,
     X_ORDER: tl.constexpr, X_VECTOR: tl.constexpr, O_ORDER: tl.constexpr, O_VECTOR: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Orthogonalise the matrices number, number + programs, … of a stack.
+    """Orthogonalise one matrix of a stack; with EACH > 0 all those whose turn it is.
 
     `table` holds a, b, c of each step in fp32, then a 0.
     """
-    for matrix in tl.range(tl.program_id(0), batch, tl.num_programs(0), num_stages=1):
-        zero = tl.load(table + 3 * steps).to(tl.int32)
-        source = _load(
-            x, matrix, zero, rows, cols, stride_xb, stride_xr, stride_xc,
-            X_ORDER, X_VECTOR, EXACT, R, C,
+    if EACH == 0:
+        _orthogonalise(
+            x, out, table, tl.program_id(0), rows, cols, steps, eps,
+            stride_xb, stride_xr, stride_xc, stride_ob, stride_or, stride_oc,
+            COMPUTE, PRECISION, MIRROR, EXACT, X_ORDER, X_VECTOR, O_ORDER, O_VECTOR, R, C,
         )  # fmt: skip
-        iterate = (source / (_norm(source) + eps)).to(COMPUTE)  # [R, C]
-        if MIRROR:
-            mirrored = tl.trans(iterate)  # [C, R]
-        for j in tl.range(0, steps, num_stages=1):
-            a = tl.load(table + 3 * j)
-            b = tl.load(table + 3 * j + 1)
-            c = tl.load(table + 3 * j + 2)
-            gram = _gram(iterate, mirrored if MIRROR else tl.trans(iterate), PRECISION)
-            z = _polynomial(gram, b, c, PRECISION).to(COMPUTE)
-            iterate = tl.dot(
-                z, iterate, a * iterate.to(tl.float32), input_precision=PRECISION
-            ).to(COMPUTE)  # fmt: skip
-            if MIRROR:
-                mirrored = tl.dot(
-                    mirrored, z, a * mirrored.to(tl.float32), input_precision=PRECISION
-                ).to(COMPUTE)  # fmt: skip
-        _store(
-            out, iterate, matrix, zero, rows, cols, stride_ob, stride_or, stride_oc,
-            O_ORDER, O_VECTOR, EXACT, R, C,
-        )  # fmt: skip
+    else:
+        for matrix in tl.range(tl.program_id(0), batch, tl.num_programs(0), num_stages=1):
+            _orthogonalise(
+                x, out, table, matrix, rows, cols, steps, eps,
+                stride_xb, stride_xr, stride_xc, stride_ob, stride_or, stride_oc,
+                COMPUTE, PRECISION, MIRROR, EXACT, X_ORDER, X_VECTOR, O_ORDER, O_VECTOR, R, C,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=BACKWARD_RUNTIME)
@@ -159,13 +181,16 @@ def newton_schulz_bwd(
     O_ORDER: tl.constexpr, O_VECTOR: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x for `upstream`, that of the result. `scratch`: (programs, steps, R, C).
+    """The gradient of x for `upstream`, that of the result. `scratch`: (programs, steps + 1, R, C).
 
-    With MIRROR, T + Tᵀ = b D + c (A D + D A) costs a second product instead of a transposition.
+    Both loops take `steps` turns, which the compiler is told are some: ptxas (Triton 3.6) prepares
+    the operands of wgmma for a second loop behind the branch that skips the first one. With MIRROR,
+    T + Tᵀ = b D + c (A D + D A) costs a second product instead of a transposition.
     """
+    tl.assume(steps > 0)
     r = tl.arange(0, R)
     col = tl.arange(0, C)
-    kept = scratch + tl.program_id(0).to(tl.int64) * steps * (R * C)
+    kept = scratch + tl.program_id(0).to(tl.int64) * (steps + 1) * (R * C)
     at = kept + r[:, None] * C + col[None, :]  # [R, C]
     turned = kept + col[:, None] + r[None, :] * C  # [C, R]
     for matrix in tl.range(tl.program_id(0), batch, tl.num_programs(0), num_stages=1):
@@ -178,7 +203,7 @@ def newton_schulz_bwd(
         iterate = (source / (norm + eps)).to(COMPUTE)  # [R, C]
         tl.debug_barrier()  # the scratch still serves the matrix before
         tl.store(at, iterate)
-        for j in tl.range(0, steps - 1, num_stages=1):
+        for j in tl.range(0, steps, num_stages=1):  # the last iterate is not used, see above
             a = tl.load(table + 3 * j)
             b = tl.load(table + 3 * j + 1)
             c = tl.load(table + 3 * j + 2)
@@ -210,9 +235,8 @@ def newton_schulz_bwd(
             b = tl.load(table + 3 * j + 1)
             c = tl.load(table + 3 * j + 2)
             iterate = tl.load(at + j * (R * C))  # [R, C]
-            mirrored = tl.load(turned + j * (R * C)) if MIRROR else tl.trans(iterate)  # [C, R]
+            mirrored = tl.trans(iterate)  # [C, R]; of a tile that was loaded
             gram = _gram(iterate, mirrored, PRECISION)  # [R, R]
-            z = _polynomial(gram, b, c, PRECISION).to(COMPUTE)  # [R, R]
             d_z = tl.dot(d, mirrored, input_precision=PRECISION)  # [R, R]
             both = (d_z + tl.trans(d_z)).to(COMPUTE)
             through = tl.dot(gram, both, input_precision=PRECISION)
@@ -221,6 +245,7 @@ def newton_schulz_bwd(
             else:
                 through += tl.trans(through)
             through = (b * both.to(tl.float32) + c * through).to(COMPUTE)  # [R, R], T + Tᵀ
+            z = _polynomial(gram, b, c, PRECISION).to(COMPUTE)  # [R, R]
             after = tl.dot(z, d, a * d.to(tl.float32), input_precision=PRECISION)
             d = tl.dot(through, iterate, after, input_precision=PRECISION).to(COMPUTE)
 

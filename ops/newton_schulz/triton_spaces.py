@@ -45,15 +45,6 @@ def bucket(shape: NewtonSchulzShape) -> Key:
     return Bucket(shape.compute_dtype.itemsize, padded(rows), padded(cols))
 
 
-def _config(
-    rows: int, cols: int, warps: int, mirror: int, each: int, half: int, wgmma: bool
-) -> Config:
-    return Config.make(
-        warps, 1, "wgmma" if wgmma else "mma",
-        ROWS=rows, COLS=cols, MIRROR=mirror, EACH=each, HALF=half,
-    )  # fmt: skip
-
-
 def _shared(config: Config, key: Key, pass_: str) -> int:
     """About what operands take in shared memory: X, Xᵀ, A and Z; in backward D and dX, too."""
     size, rows, cols = Bucket(*key)
@@ -113,13 +104,23 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return _best(SPACE_BWD, key, device)
 
 
-def _configs(half: int, each: int, *tiles: tuple[int, int, int]) -> tuple[Config, ...]:
-    """Both forms of each (rows, cols, warps), the one that no compiler gets wrong first."""
+def _configs(
+    half: int, each: int, *tiles: tuple[int, int, int], mirror: tuple[int, ...] = (1, 0)
+) -> tuple[Config, ...]:
+    """The forms `mirror` of each (rows, cols, warps)."""
     return tuple(
-        _config(rows, cols, warps, mirror, each, half, bool(half) and rows >= 64 and warps >= 4)
+        Config.make(
+            warps, 1, _matrix(rows, cols, warps, form and each == 0),
+            ROWS=rows, COLS=cols, MIRROR=form, EACH=each, HALF=half,
+        )
         for rows, cols, warps in tiles
-        for mirror in (1, 0)
-    )
+        for form in mirror
+    )  # fmt: skip
+
+
+def _matrix(rows: int, cols: int, warps: int, mirror: int) -> str:
+    """wgmma takes 64 rows; the product Xᵀ Z of forward has as many as X has columns."""
+    return "wgmma" if warps >= 4 and max(rows, cols if mirror else 0) >= 64 else "mma"
 
 
 SPACE_FWD = Space(
@@ -128,16 +129,16 @@ SPACE_FWD = Space(
     backend="triton",
     configs=(
         *_configs(
-            1, 0,
-            (16, 64, 1), (16, 512, 4), (16, 2048, 8), (32, 64, 1), (32, 256, 4), (32, 1024, 8),
-            (64, 64, 4), (64, 64, 2), (64, 256, 4), (64, 256, 8), (64, 512, 8),
-            (128, 128, 4), (128, 128, 8), (128, 256, 8),
+            1, 0, (16, 64, 1), (16, 256, 4), (32, 32, 1), (32, 64, 2), (32, 256, 8), (64, 64, 4),
         ),
         *_configs(
-            0, 0,
-            (16, 64, 1), (16, 512, 4), (32, 64, 1), (32, 256, 4), (64, 64, 4), (64, 128, 8),
-            (128, 128, 8),
+            1, 0, (16, 1024, 8), (64, 64, 2), (64, 128, 8), (64, 256, 8), (128, 128, 8),
+            (128, 256, 8), mirror=(0,),
         ),
+        *_configs(1, 0, (64, 256, 8), (128, 128, 8), mirror=(1,)),
+        *_configs(1, 3, (64, 64, 4)),
+        *_configs(1, 1, (128, 128, 8), mirror=(0,)),
+        *_configs(0, 0, (16, 64, 4), (32, 64, 4), (64, 64, 8), mirror=(0,)),
     ),
     fits=_fits_fwd,
     bucket=bucket,
@@ -149,20 +150,15 @@ SPACE_BWD = Space(
     pass_="bwd",
     backend="triton",
     configs=(
-        *_configs(1, 8, (16, 64, 1), (32, 64, 1)),
-        *_configs(1, 2, (16, 512, 4), (32, 256, 4), (64, 64, 4), (64, 64, 2)),
-        *_configs(
-            1, 1, (16, 2048, 8), (32, 1024, 8), (64, 256, 8), (64, 512, 8), (128, 128, 8),
-            (128, 256, 8),
-        ),
-        *_configs(0, 8, (16, 64, 1), (32, 64, 1)),
-        *_configs(0, 2, (16, 512, 4), (32, 256, 4), (64, 64, 4)),
-        *_configs(0, 1, (64, 128, 8), (128, 128, 8)),
+        *_configs(1, 8, (16, 64, 1), (32, 32, 1), (32, 64, 2)),
+        *_configs(1, 2, (16, 256, 4), (32, 256, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8)),
+        *_configs(1, 1, (64, 256, 8)),
+        *_configs(0, 2, (16, 64, 4), (32, 64, 4), (64, 64, 8)),
     ),
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
-)  # fmt: skip
+)
 
 
 def precision(shape: NewtonSchulzShape) -> str:
