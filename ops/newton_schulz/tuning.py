@@ -61,7 +61,20 @@ PROBLEMS = (
 # ---- compile reports ----------------------------------------------------------------------------
 
 QUICK = ((32, 64), (64, 64))  # rows and cols of configs
-MAX_STACK = 0
+# Bytes of stack that the kernels of large tiles may use: (pass, 16-bit, elements of the tile).
+# All others must not spill.
+MAX_STACK = {
+    ("fwd", 1, 64 * 256): 128,
+    ("fwd", 1, 128 * 128): 256,
+    ("fwd", 1, 128 * 256): 1152,
+    ("fwd", 0, 64 * 64): 512,
+    ("bwd", 1, 32 * 32): 32,
+    ("bwd", 1, 64 * 64): 128,
+    ("bwd", 1, 64 * 128): 320,
+    ("bwd", 1, 64 * 256): 1024,
+    ("bwd", 0, 32 * 64): 32,
+    ("bwd", 0, 64 * 64): 1536,
+}
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
@@ -119,4 +132,5 @@ def _recorded(space: Space, config: Config, shape: NewtonSchulzShape) -> Compile
         else:
             triton.bwd(shape, x, x)
     (source,) = sources
-    return CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK)
+    tile = (space.pass_, config["HALF"], config["ROWS"] * config["COLS"])
+    return CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK.get(tile))

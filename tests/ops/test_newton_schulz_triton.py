@@ -64,6 +64,8 @@ def test_sizes(size: tuple[int, int], dtype: str) -> None:
     Square random matrices have singular values at the rounding of fp16, see `everyday`.
     """
     case = Case(*size, leading=(3,))
+    if dtype == "fp32" and max(size) > 64:
+        case = case.but(rows=min(size[0], 63), cols=min(size[1], 63))  # as far as fp32 goes
     literal = reference.newton_schulz
     if dtype == "fp16" and size[0] == size[1]:
         literal = everyday(torch.float16)
@@ -97,7 +99,7 @@ def test_every_backward_config(config: Config) -> None:
 
 
 @pytest.mark.parametrize("kind", ["condition", "deficient"])
-@pytest.mark.parametrize("size", [(48, 64), (65, 33)], ids=str)
+@pytest.mark.parametrize("size", [(48, 64), (63, 33)], ids=str)
 def test_small_singular_values(size: tuple[int, int], kind: str) -> None:
     case = Case(*size, kind=kind)
     for dtype, literal in (
@@ -123,7 +125,7 @@ def test_few_steps(steps: int) -> None:
 
 
 def test_compute_dtypes() -> None:
-    case = Case(33, 65)
+    case = Case(33, 63)
     for dtype, compute, literal in (
         (torch.float32, torch.float16, everyday(torch.float16)),
         (torch.float16, torch.float32, reference.newton_schulz),
@@ -257,14 +259,16 @@ def reason(*size: int, backward: bool = False, dtype: torch.dtype = torch.float1
 
 def test_supports() -> None:
     with assume_device(target_device("sm_90")):
-        for size in ((2, 128, 128), (1 << 20, 1, 1), (3, 256, 128), (3, 16, 2000), (3, 64, 512)):
+        for size in ((2, 128, 128), (1 << 20, 1, 1), (3, 256, 128), (3, 16, 1000), (3, 64, 256)):
             assert reason(*size) is None
         assert "shorter side of at most 128" in str(reason(2, 129, 200))
         assert "cannot hold 128 × 512 (padded) 16-bit" in str(reason(2, 100, 300))
-        assert "fp32" in str(reason(2, 128, 256, dtype=torch.float32))
-        for size in ((2, 64, 64), (2, 128, 128), (2, 17, 100)):
+        assert "fp32" in str(reason(2, 64, 65, dtype=torch.float32))
+        for size in ((2, 64, 64), (2, 256, 64), (2, 17, 100)):
             assert reason(*size, backward=True) is None
-        assert "in backward" in str(reason(2, 100, 300, backward=True))
+        assert "128 × 128 (padded) 16-bit matrices whole in backward" in str(
+            reason(2, 100, 100, backward=True)
+        )
     with assume_device(target_device("sm_86")):
         assert reason(2, 128, 256) is not None
 
@@ -287,26 +291,22 @@ def test_defaults_are_of_the_space_on_every_device() -> None:
 def test_backward_that_triton_cannot_run_goes_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under "auto" alone; asked for Triton, the reason comes."""
     monkeypatch.setattr(dispatch, "_auto_order", lambda arch: dispatch.ORDER)
-    monkeypatch.setattr(
-        backend,
-        "supports",
-        lambda shape, arch: "has no backward of this" if shape.backward else None,
-    )
     ran = []
-    for name in ("fwd", "bwd"):
-        for module in (backend, importlib.import_module(f"{op.PACKAGE}.eager")):
+    for module in (backend, importlib.import_module(f"{op.PACKAGE}.eager")):
+        for name in ("fwd", "bwd"):
             function = getattr(module, name)
 
-            def recorded(*args: Any, f: Any = function, label: Any = (module, name)) -> Any:
-                ran.append(f"{label[0].__name__.rpartition('.')[2]}.{label[1]}")
+            def recorded(*args: Any, f: Any = function) -> Any:
+                ran.append(f"{f.__module__.rpartition('.')[2]}.{f.__name__}")
                 return f(*args)
 
             monkeypatch.setattr(module, name, recorded)
-    x = torch.randn(2, 5, 7, requires_grad=True)
+    x = torch.randn(1, 65, 66, dtype=torch.float16, requires_grad=True)
     ops.newton_schulz(x).sum().backward()
     assert ran == ["triton.fwd", "eager.bwd"]
-    with pytest.raises(ValueError, match="'triton' cannot run this call: has no backward of this"):
+    with pytest.raises(ValueError, match="'triton' cannot run this call: cannot hold 128 × 128"):
         OP(x).sum().backward()
+    assert set(ops.explain(ops.newton_schulz, x, backend="triton").configs) == {"fwd"}
 
 
 def test_explain_names_the_configs() -> None:
