@@ -193,7 +193,8 @@ def _configs(package: str, backend: str, shape: Any, device: Device) -> dict[str
     return {
         pass_: choose(space, space.bucket(shape), device)
         for pass_, space in spaces.items()
-        if space is not None
+        # A pass that no config serves runs on another backend.
+        if space is not None and space.fitting(space.bucket(shape), device)
     }
 
 

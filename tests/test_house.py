@@ -164,7 +164,9 @@ def test_readme_says_which_op_has_which_backend():
         module = getattr(importlib.import_module("fastweights.ops"), op).__module__
         folder = ROOT / "ops" / module.rpartition(".")[2]
         exists = [(folder / f"{name}.py").is_file() for name in ("eager", "triton", "cuda")]
-        assert said == ["done" if there else "not yet" for there in exists], op
+        for words, there in zip(said, exists, strict=True):
+            # A backend that has not run on its device yet is there, but not done.
+            assert words == "not yet" or (words == "done" and there), op
 
 
 def test_version_is_written_once_in_each_language():

@@ -13,7 +13,7 @@ dimension, (B, m, n), and return such stacks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class NewtonSchulzShape:
 
     `factor`: the call asks for the factor of a Gram matrix, not for the matrix itself. `batch` is
     the number of matrices, `coefficients` a₁, b₁, c₁, a₂, …. `aligned`: the input starts and
-    strides by multiples of 16 bytes.
+    strides by multiples of 16 bytes. `backward`: which pass asks; a backend may run one alone.
     """
 
     factor: bool
@@ -49,6 +49,7 @@ class NewtonSchulzShape:
     coefficients: tuple[float, ...]
     eps: float
     aligned: bool = True
+    backward: bool = False
 
     @property
     def triples(self) -> list[Triple]:
@@ -234,8 +235,9 @@ def _forward_impl(call: _Call) -> torch.Tensor:
 
 
 def _backward_impl(upstream: torch.Tensor, call: _Call) -> torch.Tensor:
-    module = resolve(PACKAGE, call.shape, call.backend)
-    return module.bwd(call.shape, _stack(upstream), call.stack).view(call.x.shape)
+    shape = replace(call.shape, backward=True)
+    module = resolve(PACKAGE, shape, call.backend)
+    return module.bwd(shape, _stack(upstream), call.stack).view(call.x.shape)
 
 
 def _forward_fake(call: _Call) -> torch.Tensor:

@@ -1,0 +1,136 @@
+"""What sweeps and compile reports need of Newton–Schulz: problems, inputs, the reference call.
+
+Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...autotune.compile import CompileCase, target_device
+from ...autotune.space import Config, Space, assume_device, use_config
+from ...reference import newton_schulz as reference
+from .. import triton_runtime as runtime
+from . import newton_schulz, triton
+from .coefficients import schedule
+from .op import NewtonSchulzShape
+from .triton_spaces import OP, SPACE_BWD, SPACE_FWD
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One stack that a sweep times."""
+
+    name: str
+    batch: int
+    rows: int
+    cols: int
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Keyword arguments beyond the tensors."""
+        return {}
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The public function and its reference."""
+        return newton_schulz, reference
+
+    def inputs(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int, batch: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Fresh random arguments of the call; `batch` replaces the problem's own."""
+        generator = torch.Generator(device).manual_seed(seed)
+        size = (self.batch if batch is None else batch, self.rows, self.cols)
+        return {"x": torch.randn(size, generator=generator, device=device).to(dtype)}
+
+
+PROBLEMS = (
+    Problem("8192x64x64", 8192, 64, 64),
+    Problem("2048x128x128", 2048, 128, 128),
+    Problem("16384x32x32", 16384, 32, 32),
+    Problem("2048x64x256", 2048, 64, 256),
+    Problem("1024x128x256", 1024, 128, 256),
+)
+
+
+# ---- compile reports ----------------------------------------------------------------------------
+
+QUICK = ((32, 64), (64, 64))  # rows and cols of configs
+# Bytes of stack that the kernels of large tiles may use: (pass, 16-bit, elements of the tile).
+# All others must not spill.
+MAX_STACK = {
+    ("fwd", 1, 64 * 256): 128,
+    ("fwd", 1, 128 * 128): 256,
+    ("fwd", 1, 128 * 256): 1152,
+    ("fwd", 0, 64 * 64): 1536,
+    ("bwd", 1, 32 * 32): 32,
+    ("bwd", 1, 64 * 64): 128,
+    ("bwd", 1, 64 * 128): 320,
+    ("bwd", 1, 64 * 256): 1024,
+    ("bwd", 0, 32 * 64): 32,
+    ("bwd", 0, 64 * 64): 4096,
+}
+
+
+def compile_cases(target: str, quick: bool) -> list[CompileCase]:
+    """Every config that fits the target, on the largest matrices that it serves.
+
+    The launchers themselves run on meta tensors and their launches are recorded, so a report sees
+    what a call would compile. Default configs are compiled for padded and for tall matrices, too.
+    `quick` keeps the default configs of two sizes with fp16 iterates.
+    """
+    cases: dict[tuple[str, str], CompileCase] = {}
+    device = target_device(target)
+    with assume_device(device):
+        for space in (SPACE_FWD, SPACE_BWD):
+            for config in space.configs:
+                rows, cols = config["ROWS"], config["COLS"]
+                if quick and (rows, cols) not in QUICK:
+                    continue
+                dtype = torch.bfloat16 if config["HALF"] else torch.float32
+                shape = _compile_shape(dtype, rows, cols)
+                key = space.bucket(shape)
+                if space.fits(config, key, device) is not None:
+                    continue
+                shapes = [shape]
+                if config == space.default(key, device):
+                    if not quick:
+                        shapes.append(_compile_shape(dtype, rows - 1, cols - 1))
+                        shapes.append(_compile_shape(dtype, cols, rows))
+                elif quick:
+                    continue
+                for each in shapes:
+                    case = _recorded(space, config, each)
+                    cases.setdefault((config.name, repr(case.source)), case)
+    return list(cases.values())
+
+
+def _compile_shape(dtype: torch.dtype, rows: int, cols: int) -> NewtonSchulzShape:
+    return NewtonSchulzShape(
+        factor=False,
+        batch=3,
+        rows=rows,
+        cols=cols,
+        dtype=dtype,
+        compute_dtype=torch.float16 if dtype == torch.bfloat16 else dtype,
+        device=torch.device("meta"),
+        coefficients=schedule(OP, "muon", 5),
+        eps=1e-7,
+    )
+
+
+def _recorded(space: Space, config: Config, shape: NewtonSchulzShape) -> CompileCase:
+    x = torch.empty((shape.batch, shape.rows, shape.cols), dtype=shape.dtype, device="meta")
+    with use_config(space, config), runtime.record_launches() as sources:
+        if space.pass_ == "fwd":
+            triton.fwd(shape, x)
+        else:
+            triton.bwd(shape, x, x)
+    (source,) = sources
+    tile = (space.pass_, config["HALF"], config["ROWS"] * config["COLS"])
+    return CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK.get(tile))
