@@ -1,4 +1,4 @@
-"""What the compiler makes of each Triton config, without a GPU.
+"""What the compilers make of each config, Triton's and CUDA C++'s, without a GPU.
 
 `fastweights autotune compile --target sm_90 polar_attention` compiles every config of an
 op for that target in parallel processes, reads registers, stack, shared memory and the kind of
@@ -131,6 +131,28 @@ class KernelSource:
 
 
 @dataclass(frozen=True)
+class CudaSource:
+    """One instance of a CUDA C++ kernel as a launch uses it, as picklable data.
+
+    Attributes:
+        file: under csrc, "newton_schulz/newton_schulz_sm90.cuh".
+        name: C++ expression of the instance, "fastweights::newton_schulz<1, 1>".
+        threads: of a block.
+        shared: bytes of dynamic shared memory of a block.
+    """
+
+    file: str
+    name: str
+    threads: int
+    shared: int
+
+    half_precision = True  # all of them multiply 16-bit numbers
+
+
+Source = KernelSource | CudaSource
+
+
+@dataclass(frozen=True)
 class CompileCase:
     """One kernel of one config of an op's pass.
 
@@ -147,7 +169,7 @@ class CompileCase:
     op: str
     pass_: str
     config: Config
-    source: KernelSource
+    source: Source
     matrix: str | None = None
     max_stack: int | None = None
 
@@ -179,7 +201,7 @@ class Report:
     error: str | None = None
 
 
-def compile_kernel(source: KernelSource, target: str) -> Report:
+def compile_kernel(source: Source, target: str) -> Report:
     """Compile one kernel for a target such as "sm_90" and read its resources.
 
     Errors of the compiler come back in the report.
@@ -187,10 +209,41 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
     Raises:
         RuntimeError: the kernel was loaded under Triton's interpreter, which compiles nothing.
     """
+    if isinstance(source, CudaSource):
+        return _compile_cuda(source, target_name(target))
+    return _compile_triton(source, target_name(target))
+
+
+def _compile_cuda(source: CudaSource, name: str) -> Report:
+    from ..ops import cuda_runtime
+
+    start = time.perf_counter()
+    try:
+        kernel = cuda_runtime.Kernel(source.file, source.name)
+        arch = cuda_runtime.arch_flag(int(name.removeprefix("sm_")))
+        registers, stack, code = _disassembled(cuda_runtime.compiled(kernel, arch).code)
+    except Exception as error:
+        return _failed(error, start)
+    seconds = time.perf_counter() - start
+    blocks = ARCHITECTURES[name].resident(registers, source.shared, source.threads // 32)
+    matrix = next((m for word, m in _SASS_MATRIX if re.search(rf"\b{word}\b", code)), "fma")
+    serial, unset = sass.serial_wgmma(code), len(sass.unset_descriptors(code))
+    return Report(registers, stack, source.shared, matrix, serial, unset, blocks, seconds)
+
+
+_SASS_MATRIX = (("HGMMA", "wgmma"), ("HMMA", "mma"))
+
+
+def _failed(error: Exception, start: float) -> Report:
+    message = " ".join(str(error).split())[-300:]
+    seconds = time.perf_counter() - start
+    return Report(seconds=seconds, error=f"{type(error).__name__}: {message}")
+
+
+def _compile_triton(source: KernelSource, name: str) -> Report:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    name = target_name(target)
     kernel = _kernel(source)
     constexprs = dict(source.constexprs)
     types = {arg: "constexpr" if arg in constexprs else None for arg in kernel.arg_names}
@@ -210,9 +263,7 @@ def compile_kernel(source: KernelSource, target: str) -> Report:
         )
         registers, stack, code = _disassembled(compiled.asm["cubin"])
     except Exception as error:
-        message = " ".join(str(error).split())[-300:]
-        seconds = time.perf_counter() - start
-        return Report(seconds=seconds, error=f"{type(error).__name__}: {message}")
+        return _failed(error, start)
     seconds = time.perf_counter() - start
     shared = compiled.metadata.shared
     blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
@@ -315,7 +366,7 @@ def _without_interpreter() -> Iterator[None]:
 
 
 def compile_all(
-    sources: Sequence[KernelSource], target: str, *, workers: int | None = None
+    sources: Sequence[Source], target: str, *, workers: int | None = None
 ) -> list[Report]:
     """Compile many kernels in parallel processes; reports come in the order of `sources`.
 

@@ -10,6 +10,7 @@ Imports neither CuPy nor NVRTC before they are needed. Of CuPy it uses the NVRTC
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -17,13 +18,14 @@ import importlib.util
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..autotune.compile import CudaSource
 from . import cache
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -192,6 +194,18 @@ def _compiler_version() -> tuple[int, int]:
 # ---- launching ----------------------------------------------------------------------------------
 
 _functions: dict[tuple[int, Kernel], Any] = {}
+_recorded: list[list[CudaSource]] = []
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[CudaSource]]:
+    """Collect the launches inside the block instead of running them."""
+    sources: list[CudaSource] = []
+    _recorded.append(sources)
+    try:
+        yield sources
+    finally:
+        _recorded.pop()
 
 
 def launch(
@@ -220,6 +234,9 @@ def launch(
     Raises:
         RuntimeError: a first launch while the stream is being captured; or as `compiled`.
     """
+    if _recorded:
+        _recorded[-1].append(CudaSource(kernel.source, kernel.name, threads, shared))
+        return
     if grid == 0:
         return
     cupy = importlib.import_module("cupy")
