@@ -73,6 +73,12 @@ def head_tiles(x: torch.Tensor, rows: int, cols: int, *, gluon: bool = False) ->
     return _descriptor_type()(x, sizes, strides, tile)
 
 
+def stack_tiles(x: torch.Tensor, rows: int, cols: int) -> Any:
+    """A host-made descriptor of a stack (B, n, m) in tiles of one matrix; rows may be spaced."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return _descriptor_type()(x, list(x.shape), [*strides[:2], 1], [1, rows, cols])
+
+
 def matrix_tiles(x: torch.Tensor, rows: int, cols: int, *, gluon: bool = False) -> Any:
     """A host-made descriptor of a contiguous matrix in tiles of (rows, cols)."""
     sizes, strides, tile = list(x.shape), list(x.stride()), [rows, cols]

@@ -1,4 +1,7 @@
-"""Triton backend: the launchers. Kernels are in `triton_kernels`, configs in `triton_spaces`."""
+"""Triton backend: the launchers of stacks, and the way to `triton_large`.
+
+Kernels of stacks are in `triton_kernels`, their configs in `triton_spaces`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ...autotune.space import Config, Device, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned
+from . import triton_large as large
 from .op import PACKAGE, NewtonSchulzShape
 from .triton_spaces import OP, SPACE_BWD, SPACE_FWD, Bucket, bucket, precision, refusal
 
@@ -30,8 +34,8 @@ def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
     device = Device.of(shape.device)
     if arch != "cpu" and device.capability < 80:
         return f"{arch} is older than sm_80"
-    if shape.first_scale != 1.0:
-        return "its first step is not scaled, which matrices this large need"
+    if large.serves(shape):
+        return large.refusal(shape, device)
     space = SPACE_BWD if shape.backward else SPACE_FWD
     return _refusal(space.pass_, bucket(shape), device)
 
@@ -43,6 +47,8 @@ def _refusal(pass_: str, key: Any, device: Device) -> str | None:
 
 def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     """The orthogonalised matrices, contiguous."""
+    if large.serves(shape):
+        return large.fwd(shape, x)
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     out = empty(x.shape, dtype=shape.dtype, device=shape.device)
     arguments, constants = _common(shape, config, {"x": x, "out": out})

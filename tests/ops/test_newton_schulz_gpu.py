@@ -128,6 +128,38 @@ def test_every_config(backend: str, space: Space, dtype: str, device: torch.devi
         assert any(space.fits(config, key, elsewhere) is None for key in keys), config.name
 
 
+LARGE = importlib.import_module(f"{op.PACKAGE}.triton_large")
+
+
+@pytest.mark.parametrize("config", LARGE.SPACE_SYMMETRIC.configs, ids=lambda config: config.name)
+def test_large(config: Config, device: torch.device) -> None:
+    """Direct and Gram form, stacks, tall ones, sides that are no multiples of anything."""
+    with oracle.collected() as failures, use_config(LARGE.SPACE_SYMMETRIC, config):
+        for size in ((1024, 1024), (1100, 1115), (1024, 4096), (2051, 1030), (2048, 2048)):
+            case = Case(*size, (2,))
+            truth = oracle.Oracle(
+                literal(case, BF16), case.arguments, BF16, device, seeds=(0,), grads=False
+            )
+            for _ in range(3):  # the parts of a sum come in another order each time
+                report = truth.measure(partial(ops.newton_schulz, backend="triton")).report()
+                failures += [f"{case.name} {line}" for line in report]
+
+
+@pytest.mark.parametrize("kind", ["condition", "deficient"])
+def test_large_with_small_singular_values(kind: str, device: torch.device) -> None:
+    for size in ((1024, 1100), (1024, 3000)):
+        case = Case(*size, (1,), kind)
+        oracle.check_op(
+            partial(ops.newton_schulz, backend="triton"), everyday(BF16), case.arguments, BF16,
+            device, grads=False, seeds=(0,),
+        )  # fmt: skip
+
+
+def test_large_is_repeatable(device: torch.device) -> None:
+    x = torch.randn(1, 1024, 4096, device=device).to(BF16)
+    contracts.check_repeatable(lambda: (ops.newton_schulz(x, backend="triton"),), 20)
+
+
 @pytest.mark.parametrize("kind", ["condition", "deficient"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_singular_values(backend: str, kind: str, device: torch.device) -> None:

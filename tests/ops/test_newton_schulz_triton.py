@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -137,6 +138,48 @@ def test_compute_dtypes() -> None:
 def test_eps_is_added_to_the_norm(eps: float) -> None:
     literal, run = (partial(f, eps=eps) for f in (reference.newton_schulz, OP))
     oracle.check_op(run, literal, Case(6, 9).arguments, torch.float32, CPU)
+
+
+# ---- large matrices ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`triton_large` for matrices that an interpreter can multiply."""
+    module = importlib.import_module(f"{op.PACKAGE}.triton_large")
+    monkeypatch.setattr(module, "LEAST_ROWS", 65)
+    with use_config(module.SPACE_SYMMETRIC, module.SPACE_SYMMETRIC.configs[-1]):
+        yield module
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("size", [(100, 110), (70, 301), (150, 66)], ids=str)
+def test_large(size: tuple[int, int], split: int, large: Any, monkeypatch: Any) -> None:
+    """Both forms; sums in one part and in three; sides that are no multiples of anything."""
+    assert large.gram_is_cheaper(*sorted(size), 5) == (max(size) > 1.2 * min(size))
+    monkeypatch.setattr(large.Products, "_split", lambda self, steps: split)
+    literal = reference.newton_schulz
+    oracle.check_op(
+        OP, literal, Case(*size, (2,)).arguments, torch.float16, CPU, grads=False, seeds=(0,)
+    )
+
+
+@pytest.mark.parametrize("kind", ["condition", "deficient"])
+def test_large_with_small_singular_values(kind: str, large: Any) -> None:
+    """The Gram form keeps them as bf16 iterates do, and better."""
+    case = Case(70, 200, (1,), kind)
+    literal = everyday(torch.bfloat16)
+    oracle.check_op(OP, literal, case.arguments, torch.float16, CPU, grads=False, seeds=(0,))
+
+
+def test_parts_of_sums_fill_the_device(large: Any) -> None:
+    x = torch.empty(1, 2048, 8192, dtype=torch.float16, device="meta")
+    with assume_device(dataclasses.replace(target_device("sm_90"), multiprocessors=132)):
+        products = large.Products(shape_of(x), 2048)
+        assert products.tiles in (136, 528)
+        one = products._split(128) * products.tiles
+        assert one / 132 > 0.9 * -(-one // 132)
+        assert products._split(4) == 1
 
 
 # ---- scales, zero, strides ----------------------------------------------------------------------

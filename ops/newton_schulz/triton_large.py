@@ -1,0 +1,224 @@
+"""Newton–Schulz on matrices too large to stay on chip: symmetric products at half the price.
+
+Two forms, with X of n ≤ m rows and columns, A = X Xᵀ and Z = a I + b A + c A²:
+
+    direct    X ← Z X, each step: A and A² are symmetric, Z X is not
+    gram      everything in n × n: R = X Xᵀ once, then Q ← Q Z and R ← Z R Z, at the end X ← Q X.
+              All symmetric. R holds squares of singular values, which fp16 keeps two steps long;
+              then X is formed, and R anew (a restart).
+
+The form is the one that multiplies less, products that are symmetric counted by half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...autotune.space import Config, Device, Key, Space, choose
+from .. import triton_runtime as runtime
+from ..alloc import empty
+from .op import PACKAGE, NewtonSchulzShape
+
+OP = "newton_schulz"
+KERNEL = (f"{PACKAGE}.triton_symmetric", "symmetric_product")
+LEAST_ROWS = 1024  # under it torch's own products are as fast, tiles being few
+RESTART = 2  # steps that R lives through
+UNITS = 8  # columns of a row that starts on a multiple of 16 bytes
+
+
+def serves(shape: NewtonSchulzShape) -> bool:
+    """Whether a call is for this file."""
+    return min(shape.rows, shape.cols) >= LEAST_ROWS
+
+
+def refusal(shape: NewtonSchulzShape, device: Device) -> str | None:
+    """None, or why these kernels cannot run the call."""
+    if shape.backward:
+        return "large matrices have no backward of their own"
+    if shape.compute_dtype != torch.float16:
+        return "large matrices are multiplied in fp16"
+    if 0 < device.capability < 90:
+        return f"bulk copies need sm_90, this is {device.arch}"
+    return None
+
+
+def _bucket(shape: NewtonSchulzShape) -> Key:
+    return (shape.compute_dtype.itemsize,)
+
+
+def _fits(config: Config, key: Key, device: Device) -> str | None:
+    block, depth = config["BLOCK"], config["BLOCK_K"]
+    shared = key[0] * 2 * block * depth * config.num_stages
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
+def _config(block: int, depth: int, warps: int, stages: int) -> Config:
+    return Config.make(warps, stages, BLOCK=block, BLOCK_K=depth)
+
+
+SPACE_SYMMETRIC = Space(
+    op=OP,
+    pass_="symmetric",
+    backend="triton",
+    configs=(
+        _config(128, 64, 4, 3),
+        _config(128, 64, 8, 4),
+        _config(128, 64, 8, 3),
+        _config(128, 64, 4, 4),
+        _config(128, 128, 8, 3),
+        _config(64, 64, 4, 4),
+    ),
+    fits=_fits,
+    bucket=_bucket,
+    default=lambda key, device: next(
+        c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None
+    ),
+)
+
+
+class Products:
+    """The symmetric products of one call, with what they share."""
+
+    def __init__(self, shape: NewtonSchulzShape, rows: int) -> None:
+        self.device = shape.device
+        self.batch = shape.batch
+        self.rows = rows
+        self.config = choose(SPACE_SYMMETRIC, _bucket(shape), Device.of(shape.device))
+        self.block = self.config["BLOCK"]
+        across = -(-rows // self.block)
+        self.tiles = across * (across + 1) // 2
+
+    def _split(self, steps: int) -> int:
+        """Parts of each sum: as few as leave at most a tenth of the device idle, or the least idle.
+
+        A part below eight steps costs more than it saves.
+        """
+        at_once = Device.of(self.device).multiprocessors
+        units = self.batch * self.tiles
+        best, least = 1, 2.0
+        for split in (1, 2, 3, 4, 6, 8):
+            if split > 1 and steps < 8 * split:
+                break
+            waves = -(-units * split // at_once)
+            idle = waves * at_once / (units * split)
+            if idle < least - 0.05:
+                best, least = split, idle
+            if idle < 1.1:
+                break
+        return best
+
+    def __call__(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        plus: torch.Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+    ) -> torch.Tensor:
+        """alpha·left·rightᵀ + beta·plus + gamma·I, of which it is known that it is symmetric."""
+        out = rows_on_units(self.batch, self.rows, self.rows, left.dtype, self.device)
+        depth = self.config["BLOCK_K"]
+        split = self._split(-(-left.shape[2] // depth))
+        units = self.batch * self.tiles * split
+        partials = arrived = None
+        if split > 1:
+            size = (units, self.block, self.block)
+            partials = empty(size, dtype=torch.float32, device=self.device)
+            number = self.batch * self.tiles
+            arrived = torch.zeros(number, dtype=torch.int32, device=self.device)
+        block = self.block
+        arguments: dict[str, Any] = {
+            "left": runtime.stack_tiles(left, block, depth),
+            "right": runtime.stack_tiles(right, block, depth),
+            "plus": None if plus is None else runtime.stack_tiles(plus, block, block),
+            "out": runtime.stack_tiles(out, block, block),
+            "partials": partials,
+            "arrived": arrived,
+            "n": self.rows,
+            "k": left.shape[2],
+            "tiles": self.tiles,
+            "alpha": alpha,
+            "beta": beta,
+            "gamma": gamma,
+        }
+        constants = {
+            "PLUS": plus is not None,
+            "SPLIT": split,
+            "BLOCK": block,
+            "BLOCK_K": depth,
+            "STAGES": self.config.num_stages,
+        }
+        runtime.launch(OP, KERNEL, units, self.device, self.config, arguments, constants)
+        return out
+
+
+def rows_on_units(
+    batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """(B, rows, cols) whose rows start on multiples of 16 bytes, as bulk copies want them."""
+    width = -(-cols // UNITS) * UNITS
+    return empty((batch, rows, width), dtype=dtype, device=device)[:, :, :cols]
+
+
+def gram_is_cheaper(rows: int, cols: int, steps: int) -> bool:
+    """Whether the Gram form multiplies less by a tenth, which pays for its smaller products."""
+    # In units of rows² multiply-adds.
+    direct = steps * (0.5 * cols + 0.5 * rows + cols)
+    gram, left = 0.0, steps
+    while left:
+        run = min(RESTART if left == steps else left, left)
+        gram += 0.5 * cols + cols + rows * 0.5 * (run + (run - 1) + 2 * (run - 1))
+        left -= run
+    return gram < 0.9 * direct
+
+
+def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
+    """The orthogonalised matrices, contiguous."""
+    wide = x.mT if shape.tall else x
+    batch, rows, cols = wide.shape
+    iterate = rows_on_units(batch, rows, cols, shape.compute_dtype, shape.device)
+    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    iterate.copy_(wide.float() * (shape.first_scale / (norm + shape.eps)))
+    products = Products(shape, rows)
+    if gram_is_cheaper(rows, cols, shape.steps):
+        iterate = _gram_form(shape, products, iterate)
+    else:
+        for j, (a, b, c) in enumerate(shape.triples):
+            scale = shape.first_scale if j == 0 else 1.0
+            gram = products(iterate, iterate)
+            z = products(gram, gram, gram, alpha=c / scale**4, beta=b / scale**2)
+            iterate = _product(z, iterate, a / scale, 1 / scale)
+    out = empty(x.shape, dtype=shape.dtype, device=shape.device)
+    return out.copy_(iterate.mT if shape.tall else iterate)
+
+
+def _product(left: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    """alpha·left·x + beta·x into rows on units."""
+    out = rows_on_units(*x.shape, x.dtype, x.device)
+    if left.device.type == "cpu":  # torch's own fp16 product is slow there
+        return out.copy_(torch.baddbmm(x.float(), left.float(), x.float(), beta=beta, alpha=alpha))
+    return torch.baddbmm(x, left, x, beta=beta, alpha=alpha, out=out)
+
+
+def _gram_form(shape: NewtonSchulzShape, products: Products, iterate: torch.Tensor) -> torch.Tensor:
+    triples = shape.triples
+    scale = shape.first_scale
+    for run in (triples[:RESTART], triples[RESTART:]):
+        r = q = None
+        for j, (a, b, c) in enumerate(run):
+            if r is None:
+                r = products(iterate, iterate, alpha=1 / scale**2)
+            z = products(r, r, r, alpha=c, beta=b, gamma=a)
+            q = z if q is None else products(q, z)
+            if j + 1 < len(run):
+                r = products(products(z, r), z)
+        if q is not None:
+            iterate = _product(q, iterate, 0.0, 1 / scale)
+            scale = 1.0
+    return iterate
