@@ -66,8 +66,6 @@ SPACE_SYMMETRIC = Space(
     backend="triton",
     configs=(
         _config(128, 64, 4, 3),
-        _config(128, 64, 8, 4),
-        _config(128, 64, 8, 3),
         _config(128, 64, 4, 4),
         _config(128, 128, 8, 3),
         _config(64, 64, 4, 4),
@@ -120,11 +118,15 @@ class Products:
         alpha: float = 1.0,
         beta: float = 0.0,
         gamma: float = 0.0,
+        split: int | None = None,
     ) -> torch.Tensor:
-        """alpha·left·rightᵀ + beta·plus + gamma·I, of which it is known that it is symmetric."""
+        """alpha·left·rightᵀ + beta·plus + gamma·I, of which it is known that it is symmetric.
+
+        `split` is in how many parts sums are formed; None leaves it to the sizes.
+        """
         out = rows_on_units(self.batch, self.rows, self.rows, left.dtype, self.device)
         depth = self.config["BLOCK_K"]
-        split = self._split(-(-left.shape[2] // depth))
+        split = split or self._split(-(-left.shape[2] // depth))
         units = self.batch * self.tiles * split
         partials = arrived = None
         if split > 1:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ...autotune.compile import CompileCase, target_device
-from ...autotune.space import Config, Space, assume_device, use_config
+from ...autotune.space import Config, Device, Space, assume_device, use_config
 from ...reference import newton_schulz as reference
-from .. import triton_runtime as runtime
-from . import newton_schulz, triton
+from .. import cuda_runtime, triton_runtime
+from . import cuda, newton_schulz, triton, triton_large
 from .coefficients import schedule
 from .op import NewtonSchulzShape
 from .triton_spaces import OP, SPACE_BWD, SPACE_FWD
@@ -61,20 +61,23 @@ PROBLEMS = (
 # ---- compile reports ----------------------------------------------------------------------------
 
 QUICK = ((32, 64), (64, 64))  # rows and cols of configs
-# Bytes of stack that the kernels of large tiles may use: (pass, 16-bit, elements of the tile).
-# All others must not spill.
+# Bytes of stack that the kernels of large tiles may use: (backend, pass, 16-bit, elements of the
+# tile). All others must not spill.
 MAX_STACK = {
-    ("fwd", 1, 64 * 256): 128,
-    ("fwd", 1, 128 * 128): 256,
-    ("fwd", 1, 128 * 256): 1152,
-    ("fwd", 0, 64 * 64): 1536,
-    ("bwd", 1, 32 * 32): 32,
-    ("bwd", 1, 64 * 64): 128,
-    ("bwd", 1, 64 * 128): 320,
-    ("bwd", 1, 64 * 256): 1024,
-    ("bwd", 0, 32 * 64): 32,
-    ("bwd", 0, 64 * 64): 4096,
+    ("triton", "fwd", 1, 64 * 256): 128,
+    ("triton", "fwd", 1, 128 * 128): 256,
+    ("triton", "fwd", 1, 128 * 256): 1152,
+    ("triton", "fwd", 0, 64 * 64): 1536,
+    ("triton", "bwd", 1, 32 * 32): 32,
+    ("triton", "bwd", 1, 64 * 64): 128,
+    ("triton", "bwd", 1, 64 * 128): 320,
+    ("triton", "bwd", 1, 64 * 256): 1024,
+    ("triton", "bwd", 0, 32 * 64): 32,
+    ("triton", "bwd", 0, 64 * 64): 4096,
+    ("cuda", "fwd", 1, 128 * 128): 8,
+    ("cuda", "fwd", 1, 256 * 256): 64,
 }
+MAX_STACK_SYMMETRIC = 96
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
@@ -82,32 +85,63 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
     what a call would compile. Default configs are compiled for padded and for tall matrices, too.
-    `quick` keeps the default configs of two sizes with fp16 iterates.
+    `quick` keeps the default configs of two sizes with fp16 iterates. CUDA C++ takes part where its
+    compiler is installed.
     """
     cases: dict[tuple[str, str], CompileCase] = {}
+    spaces = [SPACE_FWD, SPACE_BWD]
+    if cuda_runtime.missing() is None:
+        spaces += [cuda.SPACE_FWD, cuda.SPACE_BWD]
     device = target_device(target)
     with assume_device(device):
-        for space in (SPACE_FWD, SPACE_BWD):
+        for space in spaces:
             for config in space.configs:
-                rows, cols = config["ROWS"], config["COLS"]
-                if quick and (rows, cols) not in QUICK:
+                if quick and (config["ROWS"], config["COLS"]) not in QUICK:
                     continue
-                dtype = torch.bfloat16 if config["HALF"] else torch.float32
-                shape = _compile_shape(dtype, rows, cols)
-                key = space.bucket(shape)
-                if space.fits(config, key, device) is not None:
-                    continue
-                shapes = [shape]
-                if config == space.default(key, device):
-                    if not quick:
-                        shapes.append(_compile_shape(dtype, rows - 1, cols - 1))
-                        shapes.append(_compile_shape(dtype, cols, rows))
-                elif quick:
-                    continue
-                for each in shapes:
-                    case = _recorded(space, config, each)
+                for case in _cases(space, config, device, quick):
                     cases.setdefault((config.name, repr(case.source)), case)
+        if not quick:
+            for case in _large_cases(device):
+                cases.setdefault((case.config.name, repr(case.source)), case)
     return list(cases.values())
+
+
+def _cases(space: Space, config: Config, device: Device, quick: bool) -> list[CompileCase]:
+    rows, cols = config["ROWS"], config["COLS"]
+    dtype = torch.bfloat16 if config.get("HALF", 1) else torch.float32
+    shape = _compile_shape(dtype, rows, cols)
+    key = space.bucket(shape)
+    if space.fits(config, key, device) is not None:
+        return []
+    shapes = [shape]
+    if config == space.default(key, device):
+        if not quick:
+            shapes.append(_compile_shape(dtype, rows - 1, cols - 1))
+            shapes.append(_compile_shape(dtype, cols, rows))
+    elif quick:
+        return []
+    return [_recorded(space, config, each) for each in shapes]
+
+
+def _large_cases(device: Device) -> list[CompileCase]:
+    """Symmetric products, of two operands alone and with a third, whole and in parts."""
+    space = triton_large.SPACE_SYMMETRIC
+    shape = _compile_shape(torch.bfloat16, 1024, 4096)
+    cases = []
+    for config in space.configs:
+        if space.fits(config, space.bucket(shape), device) is not None:
+            continue
+        for split in (1, 2):
+            with use_config(space, config), triton_runtime.record_launches() as sources:
+                products = triton_large.Products(shape, shape.rows)
+                x = torch.empty((1, 1024, 4096), dtype=torch.float16, device="meta")
+                gram = products(x, x, split=split)
+                products(gram, gram, gram, split=split)
+            cases += [
+                CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK_SYMMETRIC)
+                for source in sources
+            ]
+    return cases
 
 
 def _compile_shape(dtype: torch.dtype, rows: int, cols: int) -> NewtonSchulzShape:
@@ -125,12 +159,14 @@ def _compile_shape(dtype: torch.dtype, rows: int, cols: int) -> NewtonSchulzShap
 
 
 def _recorded(space: Space, config: Config, shape: NewtonSchulzShape) -> CompileCase:
+    backend: Any = {"triton": triton, "cuda": cuda}[space.backend]
+    runtime: Any = {"triton": triton_runtime, "cuda": cuda_runtime}[space.backend]
     x = torch.empty((shape.batch, shape.rows, shape.cols), dtype=shape.dtype, device="meta")
     with use_config(space, config), runtime.record_launches() as sources:
         if space.pass_ == "fwd":
-            triton.fwd(shape, x)
+            backend.fwd(shape, x)
         else:
-            triton.bwd(shape, x, x)
+            backend.bwd(shape, x, x)
     (source,) = sources
-    tile = (space.pass_, config["HALF"], config["ROWS"] * config["COLS"])
+    tile = (space.backend, space.pass_, config.get("HALF", 1), config["ROWS"] * config["COLS"])
     return CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK.get(tile))
