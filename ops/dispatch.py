@@ -7,6 +7,7 @@ the FLOP formula. A backend is the module `eager`, `triton` or `cuda` of that fo
     supports(shape, arch) -> str | None      None, or why it cannot run this call
     fwd(shape, ...), bwd(shape, ...)         the launchers
     SPACE_FWD, SPACE_BWD                     its config spaces (None for eager)
+    spaces(shape) -> {pass: space}           if which spaces a call has depends on its shape
 
 The public function replaces "auto" by the innermost `use_backend()` and passes the word on as the
 operator's last argument; what is still "auto" then is resolved inside the operator, on real
@@ -188,8 +189,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _configs(package: str, backend: str, shape: Any, device: Device) -> dict[str, Config]:
-    module = implementation(package, backend)
-    spaces = {pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")}
+    module: Any = implementation(package, backend)
+    if hasattr(module, "spaces"):
+        spaces = module.spaces(shape)
+    else:
+        spaces = {
+            pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")
+        }
     return {
         pass_: choose(space, space.bucket(shape), device)
         for pass_, space in spaces.items()

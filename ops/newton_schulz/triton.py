@@ -10,30 +10,45 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned
 from . import triton_large as large
 from .op import PACKAGE, NewtonSchulzShape
-from .triton_spaces import OP, SPACE_BWD, SPACE_FWD, Bucket, bucket, precision, refusal
+from .triton_spaces import (
+    OP,
+    SPACE_BWD,
+    SPACE_FACTOR_BWD,
+    SPACE_FACTOR_FWD,
+    SPACE_FWD,
+    Bucket,
+    bucket,
+    precision,
+    refusal,
+)
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "spaces", "supports"]
 
 KERNELS = f"{PACKAGE}.triton_kernels"
+FACTOR_KERNELS = f"{PACKAGE}.triton_factor"
+FACTOR_ROWS = max(config["ROWS"] for config in SPACE_FACTOR_FWD.configs)
 
 
 def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
     """None, or why Triton cannot run this call."""
     if not runtime.installed():
         return "Triton is not installed"
-    if shape.factor:
-        return "factors of Gram matrices have no Triton kernel yet"
     if arch == "cpu" and torch.bfloat16 in (shape.dtype, shape.compute_dtype):
         return "Triton's interpreter computes bfloat16 wrongly"
     device = Device.of(shape.device)
     if arch != "cpu" and device.capability < 80:
         return f"{arch} is older than sm_80"
+    if shape.factor:
+        space = spaces(shape)["bwd" if shape.backward else "fwd"]
+        if not space.fitting(space.bucket(shape), device):
+            return f"holds Gram matrices whole, up to {FACTOR_ROWS} rows"
+        return None
     if large.serves(shape):
         return large.refusal(shape, device)
     space = SPACE_BWD if shape.backward else SPACE_FWD
@@ -45,8 +60,19 @@ def _refusal(pass_: str, key: Any, device: Device) -> str | None:
     return refusal(SPACE_BWD if pass_ == "bwd" else SPACE_FWD, key, device)
 
 
+def spaces(shape: NewtonSchulzShape) -> dict[str, Space]:
+    """The config spaces of a call's passes."""
+    if shape.factor:
+        return {"fwd": SPACE_FACTOR_FWD, "bwd": SPACE_FACTOR_BWD}
+    if large.serves(shape):
+        return {"symmetric": large.SPACE_SYMMETRIC}
+    return {"fwd": SPACE_FWD, "bwd": SPACE_BWD}
+
+
 def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
-    """The orthogonalised matrices, contiguous."""
+    """The orthogonalised matrices, or the factors of Gram matrices; contiguous."""
+    if shape.factor:
+        return _factor(shape, [x])
     if large.serves(shape):
         return large.fwd(shape, x)
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
@@ -60,7 +86,9 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
 
 
 def bwd(shape: NewtonSchulzShape, upstream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x for that of `fwd`'s result, contiguous."""
+    """The gradient of x (or of the Gram matrices) for that of `fwd`'s result, contiguous."""
+    if shape.factor:
+        return _factor(shape, [upstream, x])
     config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
     out = empty(x.shape, dtype=shape.dtype, device=shape.device)
     views = {"upstream": upstream, "x": x, "out": out}
@@ -70,6 +98,39 @@ def bwd(shape: NewtonSchulzShape, upstream: torch.Tensor, x: torch.Tensor) -> to
     arguments["scratch"] = empty(size, dtype=shape.compute_dtype, device=shape.device)
     kernel = (KERNELS, "newton_schulz_bwd")
     runtime.launch(OP, kernel, programs, shape.device, config, arguments, constants)
+    return out
+
+
+def _factor(shape: NewtonSchulzShape, stacks: list[torch.Tensor]) -> torch.Tensor:
+    """Factors of a stack of Gram matrices; of an upstream gradient and a stack, its gradient."""
+    backward = len(stacks) == 2
+    space = spaces(shape)["bwd" if backward else "fwd"]
+    config = choose(space, space.bucket(shape), Device.of(shape.device))
+    out = empty(
+        stacks[-1].shape,
+        dtype=shape.dtype if backward else shape.statistic_dtype,
+        device=shape.device,
+    )
+    programs = _programs(shape, config)
+    rows = config["ROWS"]
+    names = ("upstream", "gram") if backward else ("gram",)
+    arguments: dict[str, Any] = {
+        **{name: stack.contiguous() for name, stack in zip(names, stacks, strict=True)},
+        "out": out,
+        "table": _table(shape.coefficients, shape.device),
+        "batch": shape.batch,
+        "n": shape.rows,
+        "steps": shape.steps,
+        "eps": shape.eps,
+    }
+    if backward:
+        size = (programs, shape.steps, 2, rows, rows)
+        arguments["scratch"] = empty(size, dtype=torch.float32, device=shape.device)
+    constants = {"PRECISION": precision(shape), "R": rows}
+    kernel = (FACTOR_KERNELS, "gram_factor_bwd" if backward else "gram_factor_fwd")
+    runtime.launch(
+        "gram_newton_schulz_factor", kernel, programs, shape.device, config, arguments, constants
+    )
     return out
 
 

@@ -168,6 +168,34 @@ SPACE_BWD = Space(
 )
 
 
+def _factor_bucket(shape: NewtonSchulzShape) -> Key:
+    return (padded(shape.rows),)
+
+
+def _factor_fits(config: Config, key: Key, device: Device) -> str | None:
+    if config["ROWS"] != key[0]:
+        return f"is for matrices padded to {config['ROWS']}, this is {key[0]}"
+    return None
+
+
+def _factor_space(pass_: str, each: int, *tiles: tuple[int, int]) -> Space:
+    """Configs by (rows, warps), the default of each size first."""
+    space = Space(
+        op="gram_newton_schulz_factor",
+        pass_=pass_,
+        backend="triton",
+        configs=tuple(Config.make(warps, 1, "mma", ROWS=rows, EACH=each) for rows, warps in tiles),
+        fits=_factor_fits,
+        bucket=_factor_bucket,
+        default=lambda key, device: space.fitting(key, device)[0],
+    )
+    return space
+
+
+SPACE_FACTOR_FWD = _factor_space("fwd", 0, (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
+SPACE_FACTOR_BWD = _factor_space("bwd", 4, (16, 1), (32, 2), (32, 4), (64, 4), (64, 8))
+
+
 def precision(shape: NewtonSchulzShape) -> str:
     """How fp32 iterates are multiplied on tensor cores: six products of bf16 parts keep fp32."""
     if shape.compute_dtype != torch.float32 or shape.device.type == "cpu":

@@ -6,7 +6,7 @@ Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .. import cuda_runtime, triton_runtime
 from . import cuda, newton_schulz, triton, triton_large
 from .coefficients import schedule
 from .op import NewtonSchulzShape
-from .triton_spaces import OP, SPACE_BWD, SPACE_FWD
+from .triton_spaces import OP, SPACE_BWD, SPACE_FACTOR_BWD, SPACE_FACTOR_FWD, SPACE_FWD
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ MAX_STACK = {
     ("cuda", "fwd", 1, 256 * 256): 64,
 }
 MAX_STACK_SYMMETRIC = 96
+MAX_STACK_FACTOR = 4096
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
@@ -101,7 +102,7 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
                 for case in _cases(space, config, device, quick):
                     cases.setdefault((config.name, repr(case.source)), case)
         if not quick:
-            for case in _large_cases(device):
+            for case in (*_large_cases(device), *_factor_cases()):
                 cases.setdefault((case.config.name, repr(case.source)), case)
     return list(cases.values())
 
@@ -144,6 +145,17 @@ def _large_cases(device: Device) -> list[CompileCase]:
     return cases
 
 
+def _factor_cases() -> list[CompileCase]:
+    cases = []
+    for space in (SPACE_FACTOR_FWD, SPACE_FACTOR_BWD):
+        for config in space.configs:
+            rows = config["ROWS"]
+            shape = replace(_compile_shape(torch.float32, rows, rows), factor=True)
+            case = _recorded(space, config, shape)
+            cases.append(replace(case, max_stack=MAX_STACK_FACTOR))
+    return cases
+
+
 def _compile_shape(dtype: torch.dtype, rows: int, cols: int) -> NewtonSchulzShape:
     return NewtonSchulzShape(
         factor=False,
@@ -168,5 +180,5 @@ def _recorded(space: Space, config: Config, shape: NewtonSchulzShape) -> Compile
         else:
             backend.bwd(shape, x, x)
     (source,) = sources
-    tile = (space.backend, space.pass_, config.get("HALF", 1), config["ROWS"] * config["COLS"])
-    return CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK.get(tile))
+    tile = (space.backend, space.pass_, config.get("HALF", 1), config["ROWS"] * config.get("COLS"))
+    return CompileCase(space.op, space.pass_, config, source, max_stack=MAX_STACK.get(tile))

@@ -209,6 +209,32 @@ def test_error_beside_that_of_bf16(
     assert defect(got) <= 1.2 * defect(plain)
 
 
+# ---- the factor of a Gram matrix ----------------------------------------------------------------
+
+FACTOR_SPACES = BACKENDS["triton"].spaces(
+    op.replace(shape_of(torch.ones(2, 2, device="cpu")), factor=True)
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_every_config_of_the_factor(pass_: str, dtype: str, device: torch.device) -> None:
+    space = FACTOR_SPACES[pass_]
+    with oracle.collected() as failures:
+        for config in space.configs:
+            rows = config["ROWS"]
+            for n in (rows, rows - 3):
+                case = Case(n, 3 * n, (700,))
+                truth = oracle.Oracle(
+                    reference.gram_newton_schulz_factor, case.gram_arguments, DTYPES[dtype],
+                    device, seeds=(0,), grads=pass_ == "bwd",
+                )  # fmt: skip
+                with use_config(space, config):
+                    run = partial(ops.gram_newton_schulz_factor, backend="triton")
+                    report = truth.measure(run).report()
+                failures += [f"{config.name} n={n} {line}" for line in report]
+
+
 # ---- stacks -------------------------------------------------------------------------------------
 
 

@@ -358,9 +358,62 @@ def test_explain_names_the_configs() -> None:
     assert set(said.configs) == {"fwd", "bwd"}
 
 
-def test_factor_says_not_yet() -> None:
-    with pytest.raises(ValueError, match="no Triton kernel yet"):
-        ops.gram_newton_schulz_factor(torch.eye(4), backend="triton")
+# ---- the factor of a Gram matrix ----------------------------------------------------------------
+
+FACTOR = partial(ops.gram_newton_schulz_factor, backend="triton")
+FACTOR_SPACES = backend.spaces(dataclasses.replace(shape_of(torch.ones(2, 2)), factor=True))
+
+
+@pytest.mark.parametrize("size", [(1, 9), (9, 14), (16, 16), (33, 60), (70, 64)], ids=str)
+def test_factor(size: tuple[int, int]) -> None:
+    for dtype in DTYPES.values():
+        oracle.check_op(
+            FACTOR, reference.gram_newton_schulz_factor, Case(*size, (3,)).gram_arguments, dtype,
+            CPU, seeds=(0,),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", different(FACTOR_SPACES["bwd"]), ids=config_id)
+def test_every_config_of_the_factor(config: Config) -> None:
+    """With more matrices than programs, so that a scratch serves several.
+
+    Of long matrices: the Gram matrix of a nearly square one is so ill-conditioned that its error is
+    a matter of luck.
+    """
+    rows = config["ROWS"] - 3
+    case = Case(rows, 3 * rows, (config["EACH"] + 1,))
+    with use_config(FACTOR_SPACES["bwd"], config):
+        oracle.check_op(
+            FACTOR, reference.gram_newton_schulz_factor, case.gram_arguments, torch.float32, CPU
+        )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_steps_of_the_factor(steps: int) -> None:
+    rules = {"steps": steps, "coefficients": [(2.0, -1.5, 0.5)]}
+    oracle.check_op(
+        partial(FACTOR, **rules), partial(reference.gram_newton_schulz_factor, **rules),
+        Case(9, 20).gram_arguments, torch.float32, CPU, seeds=(0,),
+    )  # fmt: skip
+
+
+def test_factor_of_zero_is_zero() -> None:
+    gram = torch.stack([torch.zeros(5, 5), torch.eye(5)]).requires_grad_()
+    factor = FACTOR(gram)
+    (grad,) = torch.autograd.grad(factor, gram, torch.ones_like(factor))
+    for x in (factor.detach(), grad):
+        assert not x[0].any()
+        assert x.isfinite().all()
+        assert x[1].any()
+
+
+def test_explain_names_the_configs_of_a_factor() -> None:
+    said = ops.explain(ops.gram_newton_schulz_factor, torch.eye(40), backend="triton")
+    assert {pass_: config["ROWS"] for pass_, config in said.configs.items()} == {
+        "fwd": 64, "bwd": 64,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="up to 64 rows"):
+        FACTOR(torch.eye(65))
 
 
 # ---- compile keys -------------------------------------------------------------------------------
