@@ -8,6 +8,7 @@
 #pragma once
 
 #include <fastweights/mma.cuh>
+#include <fastweights/shared.cuh>
 
 #include "common.cuh"
 
@@ -53,19 +54,17 @@ __device__ __forceinline__ void round_sums(const Sums<kTiles>& d, Fragments<kTil
   }
 }
 
-// sums = factor·x, or 0 without x.
+// sums = factor·x.
 template <int kTiles>
-__device__ __forceinline__ void set(Sums<kTiles>& sums, const Fragments<kTiles>* x, float factor) {
+__device__ __forceinline__ void set(Sums<kTiles>& sums, const Fragments<kTiles>& x, float factor) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        float low = 0.0f, high = 0.0f;
-        if (x != nullptr) {
-          unpack<half>(x->x[i][k][r], low, high);
-        }
+        float low, high;
+        unpack<half>(x.x[i][k][r], low, high);
         sums[i][2 * k + r / 2][2 * (r % 2)] = factor * low;
         sums[i][2 * k + r / 2][2 * (r % 2) + 1] = factor * high;
       }
@@ -73,99 +72,236 @@ __device__ __forceinline__ void set(Sums<kTiles>& sums, const Fragments<kTiles>*
   }
 }
 
+// out = p·x + q·sums; out may be x.
+template <int kTiles>
+__device__ __forceinline__ void mix(Fragments<kTiles>& out, float p, const Fragments<kTiles>& x,
+                                    float q, const Sums<kTiles>& sums) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float low, high;
+        unpack<half>(x.x[i][k][r], low, high);
+        const float (&from)[4] = sums[i][2 * k + r / 2];
+        out.x[i][k][r] =
+            pack<half>(p * low + q * from[2 * (r % 2)], p * high + q * from[2 * (r % 2) + 1]);
+      }
+    }
+  }
+}
+
+// sums += a·x.
+template <int kTiles>
+__device__ __forceinline__ void multiply(Sums<kTiles>& sums, const Fragments<kTiles>& a,
+                                         const Fragments<kTiles>& x) {
+  Fragments<kTiles> across;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        // Block (i, k) of eights, transposed, is block (k, i) of Xᵀ.
+        across.x[k][i][r / 2 + 2 * (r % 2)] = transpose(x.x[i][k][r]);
+      }
+    }
+  }
+  multiply_transposed<kTiles, half>(sums, a, across);
+}
+
+// A = X·Xᵀ and B = b·A + c·A².
+template <int kTiles>
+__device__ __forceinline__ void gram_polynomial(const Fragments<kTiles>& x, float b, float c,
+                                                Fragments<kTiles>& gram,
+                                                Fragments<kTiles>& polynomial) {
+  Sums<kTiles> sums = {};
+  multiply_transposed<kTiles, half>(sums, x, x);
+  round_sums<kTiles, half>(sums, gram);
+  Sums<kTiles> squared = {};
+  multiply_transposed<kTiles, half>(squared, gram, gram);
+  mix(polynomial, b, gram, c, squared);
+}
+
+// sums = the next iterate.
+template <int kTiles>
+__device__ __forceinline__ void small_step(const Fragments<kTiles>& x, const float (&f)[3],
+                                           Sums<kTiles>& sums) {
+  Fragments<kTiles> gram, polynomial;
+  gram_polynomial(x, f[1], f[2], gram, polynomial);
+  set(sums, x, f[0]);
+  multiply(sums, polynomial, x);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, offset);
+  }
+  return x;
+}
+
+// The matrix at `source` times scale/(its norm + eps) (0, if that norm is), and its norm.
+template <int kTiles, typename T>
+__device__ __forceinline__ float load_scaled(Fragments<kTiles>& x, const T* source, int rows,
+                                             int cols, bool whole, float scale, float eps) {
+  constexpr int kWords = 2 * kTiles;  // of a thread and row: 4·kTiles neighbours
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float square = 0.0f;
+#pragma unroll
+  for (int r = 0; r < 2 * kTiles; ++r) {
+    u32 words[kWords];
+    load_words<kWords>(source, 8 * r + g, 2 * kWords * t, rows, cols, whole, words);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      float low, high;
+      unpack<T>(words[w], low, high);
+      square += low * low + high * high;
+      x.x[r / 2][w / 2][r % 2 + 2 * (w % 2)] = words[w];
+    }
+  }
+  const float norm = sqrtf(warp_sum(square));
+  const float factor = norm > 0.0f ? scale / (norm + eps) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float low, high;
+        unpack<T>(x.x[i][k][r], low, high);
+        x.x[i][k][r] = pack<half>(low * factor, high * factor);
+      }
+    }
+  }
+  return norm;
+}
+
+template <int kTiles, typename T>
+__device__ __forceinline__ void store_fragments(const Fragments<kTiles>& x, T* target, int rows,
+                                                int cols, bool whole) {
+  constexpr int kWords = 2 * kTiles;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2 * kTiles; ++r) {
+    u32 words[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[w] = x.x[r / 2][w / 2][r % 2 + 2 * (w % 2)];
+    }
+    store_words<kWords>(target, 8 * r + g, 2 * kWords * t, rows, cols, whole, words);
+  }
+}
+
 // x, y: `count` contiguous matrices of rows × cols, both ≤ 16·kTiles.
 template <int kTiles, typename T>
 __global__ void __launch_bounds__(128)
     newton_schulz_small(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
-                        int cols, int steps, float eps, int whole_pieces,
+                        int cols, int steps, float eps, int whole,
                         const __grid_constant__ Coefficients coefficients) {
-  using Compute = half;
-  constexpr int kWords = 2 * kTiles;  // of a thread and row: 4·kTiles neighbours
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int col = 4 * kTiles * t;
 
   for (long long n = (long long)blockIdx.x * warps + warp; n < count;
        n += (long long)gridDim.x * warps) {
-    const T* source = x + n * rows * cols;
     Fragments<kTiles> matrix;
-    float square = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      u32 words[kWords];
-      load_words<kWords>(source, 8 * r + g, col, rows, cols, whole_pieces, words);
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        float low, high;
-        unpack<T>(words[w], low, high);
-        square += low * low + high * high;
-        matrix.x[r / 2][w / 2][r % 2 + 2 * (w % 2)] = words[w];
-      }
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      square += __shfl_xor_sync(0xffffffffu, square, offset);
-    }
-    const float scale = 1.0f / (sqrtf(square) + eps);
-    Sums<kTiles> sums;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int k = 0; k < kTiles; ++k) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          float low, high;
-          unpack<T>(matrix.x[i][k][r], low, high);
-          matrix.x[i][k][r] = pack<Compute>(low * scale, high * scale);
-        }
-      }
-    }
-
+    load_scaled(matrix, x + n * rows * cols, rows, cols, whole, 1.0f, eps);
     for (int step = 0; step < steps; ++step) {
-      const float a = coefficients.of_step[step][0];
-      const float b = coefficients.of_step[step][1];
-      const float c = coefficients.of_step[step][2];
-      Fragments<kTiles> gram, polynomial, across;
-      set<kTiles>(sums, nullptr, 0.0f);
-      multiply_transposed<kTiles, Compute>(sums, matrix, matrix);
-      round_sums<kTiles, Compute>(sums, gram);
-      set<kTiles>(sums, nullptr, 0.0f);
-      multiply_transposed<kTiles, Compute>(sums, gram, gram);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int k = 0; k < kTiles; ++k) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            float low, high;
-            unpack<Compute>(gram.x[i][k][r], low, high);
-            const float (&squared)[4] = sums[i][2 * k + r / 2];
-            polynomial.x[i][k][r] = pack<Compute>(b * low + c * squared[2 * (r % 2)],
-                                                  b * high + c * squared[2 * (r % 2) + 1]);
-            // Block (i, k) of eights, transposed, is block (k, i) of Xᵀ.
-            across.x[k][i][r / 2 + 2 * (r % 2)] = transpose(matrix.x[i][k][r]);
-          }
-        }
-      }
-      set<kTiles>(sums, &matrix, a);
-      multiply_transposed<kTiles, Compute>(sums, polynomial, across);
+      Sums<kTiles> sums;
+      small_step(matrix, coefficients.of_step[step], sums);
       if (step + 1 == steps) {
         round_sums<kTiles, T>(sums, matrix);
       } else {
-        round_sums<kTiles, Compute>(sums, matrix);
+        round_sums<kTiles, half>(sums, matrix);
+      }
+    }
+    store_fragments(matrix, y + n * rows * cols, rows, cols, whole);
+  }
+}
+
+// dx of `count` matrices, from x and dy alone. Forward runs again and keeps its iterates; then,
+// from the last step to the first, with A and B = b·A + c·A² of that step's X:
+//   S = dX·Xᵀ + X·dXᵀ, P = b·S + c·(A·S + S·A), dX ← a·dX + B·dX + P·X.
+// Both halves of S and of A·S + S·A are products, summed in fp32: one product and its transpose
+// would be rounded in between. It is linear in dy, so dy is brought to norm kScale first: 16 bits
+// have the range for that.
+// Dynamic shared memory: 512·kTiles² bytes a step and warp. A thread reads what it wrote itself, so
+// that no barrier is needed.
+template <int kTiles, typename T>
+__global__ void __launch_bounds__(128, 3)
+    newton_schulz_small_backward(const T* __restrict__ x, const T* __restrict__ dy,
+                                 T* __restrict__ dx, long long count, int rows, int cols, int steps,
+                                 float eps, int whole,
+                                 const __grid_constant__ Coefficients coefficients) {
+  constexpr float kScale = 0.125f;
+  constexpr int kPiece = 32 * 16;  // a warp's, of one 16 × 16 block
+  constexpr int kIterate = kTiles * kTiles * kPiece;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const u32 iterates = shared_address(memory) + warp * steps * kIterate + threadIdx.x % 32 * 16;
+
+  for (long long n = (long long)blockIdx.x * warps + warp; n < count;
+       n += (long long)gridDim.x * warps) {
+    const long long offset = n * rows * cols;
+    Fragments<kTiles> matrix, grad;
+    const float norm = load_scaled(matrix, x + offset, rows, cols, whole, 1.0f, eps);
+    const float upstream = load_scaled(grad, dy + offset, rows, cols, whole, kScale, 0.0f);
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kTiles * kTiles; ++i) {
+        store_shared(iterates + step * kIterate + i * kPiece, matrix.x[i / kTiles][i % kTiles]);
+      }
+      if (step + 1 < steps) {
+        Sums<kTiles> sums;
+        small_step(matrix, coefficients.of_step[step], sums);
+        round_sums<kTiles, half>(sums, matrix);
       }
     }
 
-    T* target = y + n * rows * cols;
+    for (int step = steps - 1; step >= 0; --step) {
+      const float (&f)[3] = coefficients.of_step[step];
+      Fragments<kTiles> gram, polynomial, both, mixed;
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      u32 words[kWords];
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        words[w] = matrix.x[r / 2][w / 2][r % 2 + 2 * (w % 2)];
+      for (int i = 0; i < kTiles * kTiles; ++i) {
+        load_shared(iterates + step * kIterate + i * kPiece, matrix.x[i / kTiles][i % kTiles]);
       }
-      store_words<kWords>(target, 8 * r + g, col, rows, cols, whole_pieces, words);
+      Sums<kTiles> sums = {};
+      multiply_transposed<kTiles, half>(sums, grad, matrix);
+      multiply_transposed<kTiles, half>(sums, matrix, grad);
+      round_sums<kTiles, half>(sums, both);
+      gram_polynomial(matrix, f[1], f[2], gram, polynomial);
+      Sums<kTiles> across = {};
+      multiply_transposed<kTiles, half>(across, gram, both);
+      multiply_transposed<kTiles, half>(across, both, gram);
+      mix(mixed, f[1], both, f[2], across);
+      set(sums, grad, f[0]);
+      multiply(sums, polynomial, grad);
+      multiply(sums, mixed, matrix);
+      round_sums<kTiles, half>(sums, grad);
     }
+
+    // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
+    float along = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles * kTiles; ++i) {
+      float g0, g1, v0, v1;
+      unpack<half>(grad.x[i / 4 / kTiles][i / 4 % kTiles][i % 4], g0, g1);
+      unpack<half>(matrix.x[i / 4 / kTiles][i / 4 % kTiles][i % 4], v0, v1);
+      along += g0 * v0 + g1 * v1;
+    }
+    along = warp_sum(along);
+    const float unscaled = upstream / kScale;
+    const float p = norm > 0.0f ? unscaled / (norm + eps) : 0.0f;
+    const float q = norm > 0.0f ? -unscaled * along / norm : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles * kTiles; ++i) {
+      u32& word = grad.x[i / 4 / kTiles][i / 4 % kTiles][i % 4];
+      float g0, g1, v0, v1;
+      unpack<half>(word, g0, g1);
+      unpack<half>(matrix.x[i / 4 / kTiles][i / 4 % kTiles][i % 4], v0, v1);
+      word = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
+    }
+    store_fragments(grad, dx + offset, rows, cols, whole);
   }
 }
 

@@ -1,142 +1,20 @@
-// A matrix of a stack in shared memory, and the products of Newton–Schulz over it, on Hopper.
-//
-// X is the wide form (rows ≤ cols) in kRowTiles × kColTiles tiles of 64 × 64; warpgroup i of the
-// block owns row tile i of X and of all that has X's rows. Left operands are in registers, right
-// ones in tiles; a product leaves its left operand for the next one in the registers that hold it.
-//
-// A tall matrix lies in memory as the transpose of X. Its tiles are kept as they come and read
-// across; nothing is transposed.
+// The products of Newton–Schulz over a matrix of a stack, on Hopper: a warpgroup owns a row of
+// tiles. Left operands are in registers, right ones in tiles; a product leaves its left operand for
+// the next one in the registers that hold it.
 #pragma once
 
-#include <fastweights/shared.cuh>
 #include <fastweights/wgmma.cuh>
 
-#include "common.cuh"
+#include "stack.cuh"
 
 namespace fastweights {
 
-constexpr int kScratchBytes = 1024;  // for sums over the block; tiles start on a multiple of it
-
 template <int kRowTiles, int kColTiles, bool kTall>
-struct Stack {
-  using Compute = half;
-  using Gram = Left[kRowTiles];  // a warpgroup's rows of a rows × rows matrix
-  static constexpr int kThreads = 128 * kRowTiles;
-  static constexpr int kBytes = kRowTiles * kColTiles * Tile::kBytes;  // of X
-  static constexpr int kGramBytes = kRowTiles * kRowTiles * Tile::kBytes;
-  static constexpr int kPieces = kRowTiles * kColTiles * 64 * 8 / kThreads;  // of a thread
-  static constexpr int kAcross = kTall ? kRowTiles : kColTiles;  // tiles side by side in memory
-  // How X lies for X·Xᵀ, which takes both operands from it, and for B·X.
-  static constexpr Major kGram = kTall ? Major::kAcross : Major::kAlongK;
-  static constexpr Major kUpdate = kTall ? Major::kAlongK : Major::kAcross;
-
-  int group = threadIdx.x / 128;
-  int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x % 32;
-
-  __device__ __forceinline__ static u32 tile(u32 x, int r, int c) {
-    return x + (kTall ? c * kRowTiles + r : r * kColTiles + c) * Tile::kBytes;
-  }
-  __device__ __forceinline__ static u32 gram_tile(u32 a, int r, int c) {
-    return a + (r * kRowTiles + c) * Tile::kBytes;
-  }
-
-  // A thread's i-th piece of eight numbers: its row and first column in memory, its address.
-  __device__ __forceinline__ static int piece_row(int i) {
-    return (threadIdx.x + i * kThreads) / (8 * kAcross);
-  }
-  __device__ __forceinline__ static int piece_col(int i) {
-    return (threadIdx.x + i * kThreads) % (8 * kAcross) * 8;
-  }
-  __device__ __forceinline__ static u32 piece_address(u32 x, int i) {
-    const int row = piece_row(i), piece = piece_col(i) / 8;
-    return x + (row / 64 * kAcross + piece / 8) * Tile::kBytes + Tile::piece(row % 64, piece % 8);
-  }
-
-  // The matrix at `source` times scale/(its norm + eps), into tiles; returns its norm. The barrier
-  // in the sum also parts the new tiles from what was done with the old ones.
-  template <typename T>
-  __device__ __forceinline__ float load(u32 x, const T* source, int rows, int cols, bool whole,
-                                        float scale, float eps, float* scratch) const {
-    // A large one is read twice: it would not stay in registers.
-    constexpr bool kKeep = kPieces <= 8;
-    constexpr int kAtOnce = kKeep ? kPieces : 4;
-    u32 pieces[kAtOnce][4];
-    float square = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < kPieces; first += kAtOnce) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int piece = first + i;
-        load_words<4>(source, piece_row(piece), piece_col(piece), rows, cols, whole, pieces[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<T>(pieces[i][j], low, high);
-          square += low * low + high * high;
-        }
-      }
-    }
-    const float norm = sqrtf(block_sum(square, scratch));
-    const float factor = norm > 0.0f ? scale / (norm + eps) : 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < kPieces; first += kAtOnce) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int piece = first + i;
-        if constexpr (!kKeep) {
-          load_words<4>(source, piece_row(piece), piece_col(piece), rows, cols, whole, pieces[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<T>(pieces[i][j], low, high);
-          pieces[i][j] = pack<Compute>(low * factor, high * factor);
-        }
-        store_shared(piece_address(x, piece), pieces[i]);
-      }
-    }
-    return norm;
-  }
-
-  // The tiles to memory.
-  template <typename T>
-  __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole) const {
-#pragma unroll 4
-    for (int i = 0; i < kPieces; ++i) {
-      u32 piece[4];
-      load_shared(piece_address(x, i), piece);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float low, high;
-        unpack<Compute>(piece[j], low, high);
-        piece[j] = pack<T>(low, high);
-      }
-      store_words<4>(target, piece_row(i), piece_col(i), rows, cols, whole, piece);
-    }
-  }
-
-  // Sum over the block; `scratch` holds a float a warp.
-  __device__ __forceinline__ static float block_sum(float x, float* scratch) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      x += __shfl_xor_sync(0xffffffffu, x, offset);
-    }
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-      scratch[threadIdx.x / 32] = x;
-    }
-    __syncthreads();
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) {
-      sum += scratch[i];
-    }
-    return sum;
-  }
+struct Stack : StackTiles<kRowTiles, kColTiles, kTall> {
+  using Base = StackTiles<kRowTiles, kColTiles, kTall>;
+  using Base::gram_tile, Base::tile, Base::kGram, Base::kUpdate;
+  using Base::group, Base::lane, Base::warp;
+  using typename Base::Compute, typename Base::Gram;
 
   // What this thread stored becomes an operand for all.
   __device__ __forceinline__ static void publish() {
@@ -167,30 +45,6 @@ struct Stack {
     }
   }
 
-  // a ← p·a + q·(transpose of what lies in the tiles).
-  __device__ __forceinline__ void add_transposed(Gram& a, float p, u32 tiles, float q) const {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      Left other;
-      load_left<true>(gram_tile(tiles, r, group), other, warp, lane);
-      combine(a[r], p, a[r], q, other);
-    }
-  }
-
-  __device__ __forceinline__ static void combine(Left& out, float p, const Left& x, float q,
-                                                 const Left& y) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x0, x1, y0, y1;
-        unpack<Compute>(x.x[s][i], x0, x1);
-        unpack<Compute>(y.x[s][i], y0, y1);
-        out.x[s][i] = pack<Compute>(p * x0 + q * y0, p * x1 + q * y1);
-      }
-    }
-  }
-
   // Column tile r of left·right, right a rows × rows matrix in tiles.
   __device__ __forceinline__ void square_product(const Gram& left, u32 right, int r,
                                                  Accumulator (&sum)[1]) const {
@@ -213,13 +67,6 @@ struct Stack {
       out[r] = gram[r];
       mix<Compute>(out[r], b, c, sum[0]);
     }
-  }
-
-  // This warpgroup's part of column tile k of a·x, in fp32.
-  __device__ __forceinline__ void scaled(u32 x, int k, float a, Accumulator& out) const {
-    Left own;
-    load_left<kTall>(tile(x, group, k), own, warp, lane);
-    widen<Compute>(own, a, out);
   }
 
   // Start out += left·(column tile k of x).

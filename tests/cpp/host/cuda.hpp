@@ -77,13 +77,12 @@ inline void sync_warp() {
   pthread_barrier_wait(&barriers->warp[warp_of_block()]);
 }
 
-// What each thread of a warp says, told to all of it.
+// What each thread of a warp says, told to all of it. Who calls it syncs the warp when it has read.
 template <typename T>
 struct Exchange {
   T said[1024];
 
   const T* operator()(const T& mine) {
-    sync_warp();
     said[threadIdx.x] = mine;
     sync_warp();
     return said + 32 * warp_of_block();

@@ -21,6 +21,9 @@ inline u16 number_at(u32 tile, int r, int c) {
   return bits;
 }
 
+inline void store_shared(u32 address, u32 x) {
+  std::memcpy(memory + address, &x, 4);
+}
 inline void store_shared(u32 address, const u32 (&x)[4]) {
   std::memcpy(memory + address, x, 16);
 }
