@@ -7,9 +7,9 @@
 
 | file             | duty                                                             |
 |------------------|------------------------------------------------------------------|
-| `cases.py`       | what is timed, with sizes, peers and required ratios             |
-| `ours.py`        | calls of our ops                                                 |
-| `peers.py`       | calls of other libraries on the same data                        |
+| `families.py`    | the list of op families, and the choice among their cases        |
+| `family.py`      | what a family answers; `cases.py` what each of its cases has     |
+| `attention/`     | a family: its cases, our calls, peers, and what the gate takes   |
 | `gate.py`        | correctness before time                                          |
 | `timing.py`      | CUDA graphs, interleaved, cold L2; host time apart               |
 | `memory.py`      | peak bytes of forward + backward                                 |
@@ -17,7 +17,7 @@
 | `runner.py`      | cases to rows                                                    |
 | `record.py`      | rows as JSON, and comparing two records                          |
 | `table.py`       | rows as text; `plot.py` as a picture; `readme.py` in the README  |
-| `test_*.py`      | the cases under pytest-benchmark                                 |
+| `test_*.py`      | the cases under pytest-benchmark, by `speed.py`                  |
 
 Ratios are taken between contenders of one process, timed in turn, never between runs. TFLOP/s
 count useful work by the conventions of `fastweights.ops.flops`.

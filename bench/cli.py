@@ -87,11 +87,12 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add("--mode", type=_words, default=["fwd", "bwd", "memory"], metavar="MODES",
         help="comma-separated: fwd, bwd, memory (default: what each case has)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    add("--backend", type=_words, default=["auto"], metavar="NAMES",
-        help="comma-separated backends of our ops: auto, eager, triton, cuda")  # fmt: skip
+    add("--backend", type=_words, metavar="NAMES",
+        help="comma-separated backends of our ops, auto, eager, triton, cuda; targets refer to "
+        "the first (default: what each op is shown on)")  # fmt: skip
     add("--peers", nargs="*", metavar="NAME", help="only these peers; none given: no peers")
     add("--layout", choices=("model", "natural"), default="model",
-        help="peers' operands: views of (B, T, H, D) data, or contiguous (B, H, T, D)")  # fmt: skip
+        help="peers' operands: views as a model has them, or as the peer likes them")  # fmt: skip
     add("--seconds", type=float, metavar="S", help="timed rounds of one case and mode")
     add("--budget", type=float, metavar="SECONDS",
         help="begin no case after this long (default: none on a GPU, 30 on a CPU)")  # fmt: skip
@@ -131,12 +132,13 @@ def _device(options: argparse.Namespace) -> Any:
 
 
 def _selected(options: argparse.Namespace, device: str) -> list[Case]:
-    from . import cases
+    from .cases import MODES
+    from .families import select
 
     for mode in options.mode:
-        if mode not in cases.MODES:
-            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(cases.MODES)}")
-    chosen = cases.select(
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+    chosen = select(
         device,
         suite=options.suite,
         names=options.cases,
@@ -152,8 +154,7 @@ def _selected(options: argparse.Namespace, device: str) -> list[Case]:
 def _list(options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
-    from . import peers
-    from .cases import CASES
+    from . import families
 
     body = [
         [
@@ -164,14 +165,14 @@ def _list(options: argparse.Namespace) -> int:
             " ".join(f"{k}={v}" for k, v in case.sizes().items() if v is not None),
             " ".join(case.peers),
         ]
-        for case in CASES.values()
+        for case in families.cases().values()
         if not options.ops or case.op in options.ops
     ]
     print(
         tabulate(body, ("case", "device", "suites", "modes", "sizes", "peers"), tablefmt="simple")
     )
     print()
-    print(tabulate(peers.NAMES.items(), ("peer", ""), tablefmt="simple"))
+    print(tabulate(families.peers().items(), ("peer", ""), tablefmt="simple"))
     return 0
 
 
@@ -180,14 +181,15 @@ def _measure(options: argparse.Namespace) -> int:
     chosen = _selected(options, device.type)
 
     from ..ops.dispatch import BACKENDS
-    from . import ceilings, peers, record, table
+    from . import ceilings, families, record, table
     from .environment import describe
     from .runner import Options, run
 
+    known = families.peers()
     for name in options.peers or ():
-        if name not in peers.NAMES:
-            raise ValueError(f"unknown peer {name!r}; known: {', '.join(peers.NAMES)}")
-    for name in options.backend:
+        if name not in known:
+            raise ValueError(f"unknown peer {name!r}; known: {', '.join(known)}")
+    for name in options.backend or ():
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "big")
@@ -201,9 +203,9 @@ def _measure(options: argparse.Namespace) -> int:
         seed=seed,
         seconds=options.seconds if options.seconds is not None else seconds,
         budget=options.budget if options.budget is not None else budget,
-        peers=tuple(peers.NAMES) if options.peers is None else tuple(options.peers),
+        peers=None if options.peers is None else tuple(options.peers),
         layout=options.layout,
-        backends=tuple(options.backend),
+        backends=tuple(options.backend) if options.backend else None,
         ceilings=measured,
     )
     made = record.make(

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from .family import relative
 from .peaks import peak
 from .record import replace_file
 
@@ -30,7 +31,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         raise ValueError("nothing to draw: the record has no timed row")
     names = list(dict.fromkeys(row["contender"] for row in rows))
     # Relatives belong to other cases and would crowd the bars.
-    names = [name for name in names if not name.startswith("polar, ")]
+    names = [name for name in names if not relative(name)]
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     rows = [row for row in rows if row["contender"] in colours]
     modes = list(dict.fromkeys(row["mode"] for row in rows))

@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from .family import relative
 from .record import RESULTS, read, replace_file
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -71,7 +72,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for row in timed:
         # A relative is there to be compared with; it has a case of its own.
-        if not row["ours"] or row["contender"].startswith("polar, "):
+        if not row["ours"] or relative(row["contender"]):
             continue
         beside = {
             other["contender"]: other

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from . import ours, peers
 from .cases import Case, Target
+from .families import FAMILIES
+from .family import Contender, Work
 from .gate import check
 from .memory import peak_bytes
-from .ours import Contender, Work, make_inputs
 from .peaks import Peak, peak
 from .timing import Timing, first_line, free_memory, l2_bytes, time_works
 
@@ -35,9 +35,9 @@ class Options:
         seed: of all inputs; drawn afresh by the command unless given.
         seconds: timed rounds of one case and mode.
         budget: seconds after which no further case is begun; None is no limit.
-        peers: names of the peers that may run.
+        peers: names of the peers that may run; None is all.
         layout: of the peers' operands, "model" or "natural".
-        backends: of our ops.
+        backends: of our ops; None leaves it to each family.
         ceilings: what `ceilings.measure` returned.
     """
 
@@ -45,9 +45,9 @@ class Options:
     seed: int
     seconds: float = 0.6
     budget: float | None = None
-    peers: tuple[str, ...] = tuple(peers.NAMES)
+    peers: tuple[str, ...] | None = None
     layout: str = "model"
-    backends: tuple[str, ...] = ("auto",)
+    backends: tuple[str, ...] | None = None
     ceilings: dict[str, Any] | None = None
 
 
@@ -58,8 +58,9 @@ def run(
     begun = time.monotonic()
     rows: list[Row] = []
     for case in cases:
-        found = ours.contenders(case, options.backends)
-        found += peers.contenders(case, options.peers, options.layout)
+        found = FAMILIES[case.op].contenders(
+            case, backends=options.backends, peers=options.peers, layout=options.layout
+        )
         spent = time.monotonic() - begun
         if options.budget is not None and spent > options.budget:
             reason = f"{spent:.0f} s of the {options.budget:.0f} s budget were spent"
@@ -122,6 +123,7 @@ def _build(
     failed: dict[str, tuple[str, str]] = {}
     verdicts: dict[str, dict[str, Any]] = {}
     inputs_of = {}
+    family = FAMILIES[case.op]
     for contender in contenders:
         if contender.reason is not None:
             failed[contender.name] = ("unavailable", contender.reason)
@@ -129,10 +131,10 @@ def _build(
         try:
             if contender.case not in inputs_of:
                 generator = torch.Generator(options.device).manual_seed(options.seed)
-                inputs_of[contender.case] = make_inputs(contender.case, generator)
+                inputs_of[contender.case] = family.inputs(contender.case, generator)
             inputs = inputs_of[contender.case]
             work = contender.build(contender.case, inputs)
-            verdict = check(contender, inputs, work, options.seed + 1)
+            verdict = check(family, contender, inputs, work, options.seed + 1)
             verdicts[contender.name] = verdict.to_dict()
             if verdict.ok:
                 built[contender.name] = work
