@@ -35,7 +35,8 @@ class Target:
         against: name of the other contender.
         floor, good, aim: the three marks; None where there is none.
         measure: "speed" (ms of the other ÷ ms) and "rate" (TFLOP/s ÷ TFLOP/s of the other) have
-            to be at least the mark; "time" (ms ÷ ms of the other) and "time/flop" at most.
+            to be at least the mark; "time" (ms ÷ ms of the other) and "time/flop" at most, and
+            so does any of the ratios that the family's gate records.
     """
 
     contender: str
@@ -49,7 +50,7 @@ class Target:
     @property
     def lower_is_better(self) -> bool:
         """Whether the ratio has to stay under the marks."""
-        return self.measure.startswith("time")
+        return self.measure not in ("speed", "rate")
 
 
 @dataclass(frozen=True)

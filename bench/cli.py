@@ -98,7 +98,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         help="begin no case after this long (default: none on a GPU, 30 on a CPU)")  # fmt: skip
     add("--seed", type=int, help="of all inputs (default: fresh, kept in the record)")
     add("--json", nargs="?", const="", metavar="FILE",
-        help="record the run (default FILE: bench/results/<device>/<op>.json)")  # fmt: skip
+        help="record the run (default: one file an op, bench/results/<device>/)")  # fmt: skip
     add("--png", nargs="?", const="", metavar="FILE", help="draw it (default: beside the record)")
     add("--compare", nargs=2, metavar=("A", "B"), help="two records side by side; times nothing")
     add("--readme", nargs="?", const="", metavar="FILE",
@@ -172,7 +172,13 @@ def _list(options: argparse.Namespace) -> int:
         tabulate(body, ("case", "device", "suites", "modes", "sizes", "peers"), tablefmt="simple")
     )
     print()
-    print(tabulate(families.peers().items(), ("peer", ""), tablefmt="simple"))
+    body = [
+        [name, family.op, said]
+        for family in families.FAMILIES.values()
+        for name, said in family.peers.items()
+        if not options.ops or family.op in options.ops
+    ]
+    print(tabulate(body, ("peer", "op", ""), tablefmt="simple"))
     return 0
 
 
@@ -185,7 +191,7 @@ def _measure(options: argparse.Namespace) -> int:
     from .environment import describe
     from .runner import Options, run
 
-    known = families.peers()
+    known = [name for family in families.FAMILIES.values() for name in family.peers]
     for name in options.peers or ():
         if name not in known:
             raise ValueError(f"unknown peer {name!r}; known: {', '.join(known)}")
@@ -224,14 +230,19 @@ def _measure(options: argparse.Namespace) -> int:
 def _save(options: argparse.Namespace, made: dict[str, Any]) -> None:
     from . import plot, record
 
+    def parts(file: str, suffix: str) -> list[tuple[Path, dict[str, Any]]]:
+        if file:
+            return [(Path(file), made)]
+        return [(record.default_path(part, suffix), part) for part in record.by_op(made)]
+
     if options.json is not None:
-        path = Path(options.json) if options.json else record.default_path(made)
-        record.write(path, made)
-        print(f"\nrecord: {path}")
+        for path, part in parts(options.json, ".json"):
+            record.write(path, part)
+            print(f"\nrecord: {path}")
     if options.png is not None:
-        path = Path(options.png) if options.png else record.default_path(made, ".png")
-        plot.draw(made, path)
-        print(f"picture: {path}")
+        for path, part in parts(options.png, ".png"):
+            plot.draw(part, path)
+            print(f"picture: {path}")
 
 
 if __name__ == "__main__":

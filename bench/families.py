@@ -18,11 +18,6 @@ def cases() -> dict[str, Case]:
     return {case.name: case for family in FAMILIES.values() for case in family.cases}
 
 
-def peers() -> dict[str, str]:
-    """Every peer of every family: name to what it is."""
-    return {name: said for family in FAMILIES.values() for name, said in family.peers.items()}
-
-
 def select(
     device: str,
     *,

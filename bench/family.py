@@ -1,7 +1,7 @@
 """What the driver asks of an op family, and what the family answers with.
 
 A family is one object, listed in `families.py`. Names of contenders hold no ", ", which marks a
-relative: our call on other sizes, timed for comparison in the same turn ("polar, no window").
+relative: our call on other sizes, timed for comparison in the same turn ("call, label").
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from ..autotune.verify import FROBENIUS_FACTOR
 from ..ops import explain
-from .cases import Case
+from .cases import MODES, Case
 
 C = TypeVar("C", bound=Case)
 I = TypeVar("I")
 
 PEERS = 3.0  # peers are checked for computing the right function, not for rounding
+
+
+class Unavailable(Exception):
+    """Raised by a contender's `build`: it cannot run these inputs here, and says why."""
 
 
 @dataclass
@@ -60,9 +65,11 @@ class Contender:
         name: shown and recorded.
         case: its FLOPs and bytes are this case's (a relative's own).
         function: what it computes, by the family's word: the reference that the gate takes.
-        build: from a case and its inputs to a `Work`.
+        build: from a case and its inputs to a `Work`; may raise `Unavailable`.
         ours: our own op; the gate is stricter and also runs it on poisoned memory.
-        reason: why it cannot run here, or None.
+        reason: why it cannot run here, as far as the case alone tells, or None.
+        modes: those that it has rows in.
+        checked: False for a floor, which runs only part of the work: no result passes the gate.
     """
 
     name: str
@@ -71,6 +78,8 @@ class Contender:
     build: Callable[[Any, Any], Work]
     ours: bool = False
     reason: str | None = None
+    modes: tuple[str, ...] = MODES
+    checked: bool = True
 
 
 def relative(contender: str) -> bool:
@@ -96,6 +105,9 @@ class Family(ABC, Generic[C, I]):
         backends: those that our contenders run on unless asked otherwise; the first one's rows
             carry plain names.
         outputs: names of what a forward returns, in order.
+        ratios: of these results the ratio of the error to plain torch's is recorded with each row,
+            result to name; targets may be set on them.
+        caption: what has to be known to read the family's table in the README.
     """
 
     op: str
@@ -103,6 +115,8 @@ class Family(ABC, Generic[C, I]):
     peers: Mapping[str, str]
     backends: tuple[str, ...] = ("auto",)
     outputs: tuple[str, ...] = ("out",)
+    ratios: Mapping[str, str] = MappingProxyType({})
+    caption: str = ""
 
     @abstractmethod
     def inputs(self, case: C, generator: torch.Generator) -> I:
@@ -129,7 +143,10 @@ class Family(ABC, Generic[C, I]):
     def part(
         self, contender: Contender, case: C, inputs: I, work: Work, got: dict[str, Tensor]
     ) -> Results:
-        """What a reference can say of the results on the tensors that are timed."""
+        """What a reference can say of the results on the tensors that are timed.
+
+        A peer whose backward is not timed comes without gradients.
+        """
 
     def factor(self, contender: Contender) -> float:
         """Allowed multiple of plain torch's error."""
@@ -149,8 +166,14 @@ class Family(ABC, Generic[C, I]):
 
 
 def explained(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> dict[str, Any]:
-    """Notes of a call of ours: the backend that runs it, and the config of each pass."""
+    """Notes of a call of ours: the backend that runs it, and the config of each pass.
+
+    Raises:
+        Unavailable: nothing that was asked for supports the call.
+    """
     said = explain(function, *tensors, **options)
+    if said.backend is None:
+        raise Unavailable("; ".join(said.refused.values()))
     return {
         "backend": said.backend,
         "configs": {pass_: config.name for pass_, config in said.configs.items()},

@@ -17,7 +17,7 @@ import torch
 
 from .cases import Case, Target
 from .families import FAMILIES
-from .family import Contender, Work
+from .family import Contender, Unavailable, Work
 from .gate import check
 from .memory import peak_bytes
 from .peaks import Peak, peak
@@ -34,7 +34,8 @@ class Options:
         device: where.
         seed: of all inputs; drawn afresh by the command unless given.
         seconds: timed rounds of one case and mode.
-        budget: seconds after which no further case is begun; None is no limit.
+        budget: seconds after which no further case is begun, an equal share to each op; what one
+            leaves the next may use. None is no limit.
         peers: names of the peers that may run; None is all.
         layout: of the peers' operands, "model" or "natural".
         backends: of our ops; None leaves it to each family.
@@ -56,13 +57,15 @@ def run(
 ) -> list[Row]:
     """Run the cases in order; `progress` sees each row as soon as its case and mode are done."""
     begun = time.monotonic()
+    ops = list(dict.fromkeys(case.op for case in cases))
     rows: list[Row] = []
     for case in cases:
         found = FAMILIES[case.op].contenders(
             case, backends=options.backends, peers=options.peers, layout=options.layout
         )
         spent = time.monotonic() - begun
-        if options.budget is not None and spent > options.budget:
+        share = (ops.index(case.op) + 1) / len(ops)
+        if options.budget is not None and spent > share * options.budget:
             reason = f"{spent:.0f} s of the {options.budget:.0f} s budget were spent"
             rows += _without_numbers(case, found, "skipped", reason, progress)
             continue
@@ -81,7 +84,12 @@ def _without_numbers(
     reason: str,
     progress: Callable[[Row], None],
 ) -> list[Row]:
-    rows = [_row(c, case, mode, status, reason) for mode in case.modes for c in contenders]
+    rows = [
+        _row(contender, case, mode, status, reason)
+        for mode in case.modes
+        for contender in contenders
+        if mode in contender.modes
+    ]
     for row in rows:
         progress(row)
     return rows
@@ -135,11 +143,14 @@ def _build(
             inputs = inputs_of[contender.case]
             work = contender.build(contender.case, inputs)
             verdict = check(family, contender, inputs, work, options.seed + 1)
-            verdicts[contender.name] = verdict.to_dict()
-            if verdict.ok:
+            if verdict is not None:
+                verdicts[contender.name] = verdict.to_dict()
+            if verdict is None or verdict.ok:
                 built[contender.name] = work
             else:
                 failed[contender.name] = ("wrong", "; ".join(verdict.failures))
+        except Unavailable as reason:
+            failed[contender.name] = ("unavailable", str(reason))
         except Exception as error:
             failed[contender.name] = ("error", first_line(error))
         free_memory(options.device)
@@ -156,11 +167,13 @@ def _mode(
     options: Options,
 ) -> list[Row]:
     rows = []
+    contenders = [contender for contender in contenders if mode in contender.modes]
+    here = {c.name: built[c.name] for c in contenders if c.name in built}
     timings: dict[str, Timing | str] = {}
     if mode != "memory":
         moved = min((c.case.bytes(mode) for c in contenders), default=0)
         timings = time_works(
-            built,
+            here,
             mode,
             device=options.device,
             seconds=options.seconds,
@@ -248,17 +261,27 @@ def _compare(case: Case, mode: str, rows: list[Row]) -> None:
             if target.mode == mode
             and target.contender == row["contender"]
             and target.against in fine
+            and (target.measure in _MEASURES or target.measure in _recorded(row))
         ]
+
+
+_MEASURES: dict[str, Callable[[Row, Row], float]] = {
+    "speed": lambda row, other: other["ms"] / row["ms"],
+    "rate": lambda row, other: row["tflops"] / other["tflops"],
+    "time": lambda row, other: row["ms"] / other["ms"],
+    "time/flop": lambda row, other: other["tflops"] / row["tflops"],
+}
+
+
+def _recorded(row: Row) -> dict[str, float]:
+    """The ratios that the row's gate took."""
+    return (row.get("gate") or {}).get("ratios", {})
 
 
 def judged(target: Target, row: Row, other: Row) -> dict[str, Any]:
     """A target with its measured ratio and the best mark that it reaches ("" if none)."""
-    ratio = {
-        "speed": lambda: other["ms"] / row["ms"],
-        "rate": lambda: row["tflops"] / other["tflops"],
-        "time": lambda: row["ms"] / other["ms"],
-        "time/flop": lambda: other["tflops"] / row["tflops"],
-    }[target.measure]()
+    measure = _MEASURES.get(target.measure)
+    ratio = _recorded(row)[target.measure] if measure is None else measure(row, other)
     reached = ""
     for mark in ("floor", "good", "aim"):
         value = getattr(target, mark)

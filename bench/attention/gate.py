@@ -88,11 +88,12 @@ def tail(function: str, case: AttentionCase, inputs: Inputs, got: dict[str, Tens
         _reference(function, dtype, operands, parameters, rules, upstream)
         for dtype in (torch.float64, case.torch_dtype)
     )
+    keys = slice(head, None)
+    places = {"out": heads, "d_q": heads, "d_k": keys, "d_v": keys}
     mine = {
-        "out": _tokens_first(got["out"], case)[-1:, last, heads],
-        "d_q": _tokens_first(got["d_q"], case)[-1:, last, heads],
-        "d_k": _tokens_first(got["d_k"], case)[-1:, last, head:],
-        "d_v": _tokens_first(got["d_v"], case)[-1:, last, head:],
+        name: _tokens_first(got[name], case)[-1:, last, place]
+        for name, place in places.items()
+        if name in got
     }
     if function == "polar":
         mine["count"] = got["count"][-1:, last, heads]
