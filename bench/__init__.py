@@ -9,7 +9,8 @@
 |------------------|------------------------------------------------------------------|
 | `families.py`    | the list of op families, and the choice among their cases        |
 | `family.py`      | what a family answers; `cases.py` what each of its cases has     |
-| `attention/`     | a family: its cases, our calls, peers, and what the gate takes   |
+| `attention/`,    | families: their cases, our calls, peers, and what the gate takes |
+| `newton_schulz/` |                                                                  |
 | `gate.py`        | correctness before time                                          |
 | `timing.py`      | CUDA graphs, interleaved, cold L2; host time apart               |
 | `memory.py`      | peak bytes of forward + backward                                 |

@@ -20,7 +20,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 MODES = ("fwd", "bwd", "memory")
-SUITES = ("quick", "headline", "extra", "all")
+SUITES = ("quick", "headline", "extra", "crossover", "all")
 
 C = TypeVar("C", bound="Case")
 

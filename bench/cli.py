@@ -80,7 +80,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="op families to run (default: all)")
-    add("--suite", choices=("quick", "headline", "extra", "all"),
+    add("--suite", choices=("quick", "headline", "extra", "crossover", "all"),
         help="which cases (default: headline on a GPU, all on a CPU)")  # fmt: skip
     add("--cases", nargs="+", default=[], metavar="NAME", help="these cases instead of a suite")
     add("--dtype", metavar="DTYPE", help="run every case in bf16, fp16 or fp32")

@@ -9,8 +9,9 @@ from typing import Any
 from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
 from .family import Family
+from .newton_schulz import NEWTON_SCHULZ
 
-FAMILIES: dict[str, Family[Any, Any]] = {family.op: family for family in (ATTENTION,)}
+FAMILIES: dict[str, Family[Any, Any]] = {family.op: family for family in (ATTENTION, NEWTON_SCHULZ)}
 
 
 def cases() -> dict[str, Case]:

@@ -152,8 +152,20 @@ def test_names_are_unique_and_plain():
             assert case.op == op
             assert set(case.suites) <= set(SUITES) - {"all"}
             assert set(case.peers) <= set(family.peers)
-            for contender in family.contenders(case):
-                assert contender.checked or not contender.ours
+
+
+@pytest.mark.parametrize("case", families.cases().values(), ids=lambda case: case.name)
+def test_targets_of_a_case_can_be_judged(case):
+    found = families.FAMILIES[case.op].contenders(case)
+    assert all(contender.checked or not contender.ours for contender in found)
+    modes = {contender.name: contender.modes for contender in found}
+    assert len(modes) == len(found)
+    for target in case.targets:
+        assert target.mode in case.modes
+        assert target.mode in modes[target.against]
+        assert target.mode in modes[target.contender]
+        marks = [mark for mark in (target.floor, target.good, target.aim) if mark is not None]
+        assert marks == sorted(marks, reverse=target.lower_is_better)
 
 
 def test_suites_of_the_command_are_those_of_the_cases(capsys):
