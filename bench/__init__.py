@@ -1,7 +1,8 @@
 """The benchmark: every speed, memory and MFU claim of this project is printed from here.
 
     fastweights bench                        the headline cases on a GPU, small ones on a CPU
-    fastweights bench --suite all --json     every case, recorded under bench/results/<gpu>/
+    fastweights bench --suite all --json     every case, one record an op in bench/results/<gpu>/
+    fastweights bench newton_schulz          one op
     fastweights bench --compare A.json B.json
     fastweights bench --readme               rewrite the README's table from the records
 

@@ -98,5 +98,6 @@ def _bars(axis: Any, rows: list[dict[str, Any]], colours: dict[str, str], mode: 
     against = "data sheet, dense" if share == "mfu_peak" else "matmul measured in the same run"
     axis.set_title(f"{mode}: share of {against}", fontsize=9)
     axis.set_ylabel("%")
-    axis.set_xticks(range(len(cases)), cases, rotation=15, fontsize=7)
+    slant = 15 if len(cases) <= 16 else 35  # more names than that run into each other
+    axis.set_xticks(range(len(cases)), cases, rotation=slant, fontsize=7)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -8,6 +8,8 @@ A row is a plain dict, the same in memory, in the record and in the table. `stat
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,8 @@ class Options:
         device: where.
         seed: of all inputs; drawn afresh by the command unless given.
         seconds: timed rounds of one case and mode.
-        budget: seconds after which no further case is begun, an equal share to each op; what one
-            leaves the next may use. None is no limit.
+        budget: seconds after which no further case is begun. Each op has an equal share from its
+            first case on, and what those before it left. None is no limit.
         peers: names of the peers that may run; None is all.
         layout: of the peers' operands, "model" or "natural".
         backends: of our ops; None leaves it to each family.
@@ -56,24 +58,27 @@ def run(
     cases: Sequence[Case], options: Options, progress: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
     """Run the cases in order; `progress` sees each row as soon as its case and mode are done."""
-    begun = time.monotonic()
-    ops = list(dict.fromkeys(case.op for case in cases))
     rows: list[Row] = []
-    for case in cases:
-        found = FAMILIES[case.op].contenders(
-            case, backends=options.backends, peers=options.peers, layout=options.layout
-        )
-        spent = time.monotonic() - begun
-        share = (ops.index(case.op) + 1) / len(ops)
-        if options.budget is not None and spent > share * options.budget:
-            reason = f"{spent:.0f} s of the {options.budget:.0f} s budget were spent"
-            rows += _without_numbers(case, found, "skipped", reason, progress)
-            continue
-        try:
-            rows += run_case(case, found, options, progress)
-        except Exception as error:
-            # A device fault surfaces wherever the host waits next; what was recorded stays.
-            rows += _without_numbers(case, found, "error", first_line(error), progress)
+    groups = [list(group) for _, group in itertools.groupby(cases, lambda case: case.op)]
+    allowed = 0.0
+    for group in groups:
+        begun = time.monotonic()
+        allowed += math.inf if options.budget is None else options.budget / len(groups)
+        for case in group:
+            found = FAMILIES[case.op].contenders(
+                case, backends=options.backends, peers=options.peers, layout=options.layout
+            )
+            spent = time.monotonic() - begun
+            if spent > allowed:
+                reason = f"{spent:.0f} s of the op's {allowed:.0f} s budget were spent"
+                rows += _without_numbers(case, found, "skipped", reason, progress)
+                continue
+            try:
+                rows += run_case(case, found, options, progress)
+            except Exception as error:
+                # A device fault surfaces wherever the host waits next; what was recorded stays.
+                rows += _without_numbers(case, found, "error", first_line(error), progress)
+        allowed = max(allowed - (time.monotonic() - begun), 0.0)
     return rows
 
 

@@ -50,14 +50,14 @@ class NewtonSchulzCase(Case):
         return 2 * operand if mode == "fwd" else 3 * operand
 
     def sizes(self) -> dict[str, int | str | None]:
-        """B, m, n, dtype, steps and coefficients."""
+        """B, m, n, dtype, steps, and the coefficients' name if they have one."""
         return {
             "B": self.batch,
             "m": self.rows,
             "n": self.cols,
             "dtype": self.dtype,
             "steps": self.steps,
-            "coefficients": str(self.coefficients),
+            "coefficients": self.coefficients if isinstance(self.coefficients, str) else "own",
         }
 
     def small(self) -> NewtonSchulzCase:

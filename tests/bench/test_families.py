@@ -262,17 +262,28 @@ def test_backward_of_a_peer_runs_where_it_is_timed(family, modes):
     assert seen == ["bwd"] * (len(modes) - 1)
 
 
-def test_budget_is_shared_among_the_ops(family, monkeypatch):
-    """The first op spends more than all; what is the second's is kept for it."""
-    now = iter([0.0, 10.0, 50.0, 61.0])
-    monkeypatch.setattr(runner.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(runner, "run_case", lambda case, *_: [{"case": case.name, "status": "ok"}])
-    other = families.cases()["cpu-d64-t256"]
-    rows = runner.run([other, other, CASE], _options(budget=80.0))
-    assert [(row["case"], row["status"]) for row in rows[::6]][:2] == [
-        ("cpu-d64-t256", "ok"), ("cpu-d64-t256", "skipped"),
-    ]  # fmt: skip
-    assert rows[-1] == {"case": "double-300", "status": "ok"}
+@pytest.mark.parametrize(
+    ("seconds", "first", "second"),
+    [
+        (10.0, 2, 4),  # 20 of the first 25 leave 5: the case that begins at 30 may
+        (18.0, 2, 2),
+        (26.0, 1, 1),  # an overrun costs the next op nothing
+    ],
+)
+def test_budget_is_shared_among_the_ops(family, monkeypatch, seconds, first, second):
+    clock, ran = [0.0], Counter()
+
+    def run_case(case, *_):
+        clock[0] += seconds
+        ran[case.op] += 1
+        return []
+
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runner, "run_case", run_case)
+    rows = runner.run([families.cases()["cpu-d64-t256"]] * 2 + [CASE] * 4, _options(budget=50.0))
+    assert ran == {"polar_attention": first, "double": second}
+    assert {row["status"] for row in rows} <= {"skipped"}
+    assert len({row["op"] for row in rows}) == (first < 2) + (second < 4)
 
 
 # ---- records and README -------------------------------------------------------------------------
