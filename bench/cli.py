@@ -80,24 +80,25 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="op families to run (default: all)")
-    add("--suite", choices=("quick", "headline", "extra", "all"),
+    add("--suite", choices=("quick", "headline", "extra", "crossover", "all"),
         help="which cases (default: headline on a GPU, all on a CPU)")  # fmt: skip
     add("--cases", nargs="+", default=[], metavar="NAME", help="these cases instead of a suite")
     add("--dtype", metavar="DTYPE", help="run every case in bf16, fp16 or fp32")
     add("--mode", type=_words, default=["fwd", "bwd", "memory"], metavar="MODES",
         help="comma-separated: fwd, bwd, memory (default: what each case has)")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    add("--backend", type=_words, default=["auto"], metavar="NAMES",
-        help="comma-separated backends of our ops: auto, eager, triton, cuda")  # fmt: skip
+    add("--backend", type=_words, metavar="NAMES",
+        help="comma-separated backends of our ops, auto, eager, triton, cuda; targets refer to "
+        "the first (default: what each op is shown on)")  # fmt: skip
     add("--peers", nargs="*", metavar="NAME", help="only these peers; none given: no peers")
     add("--layout", choices=("model", "natural"), default="model",
-        help="peers' operands: views of (B, T, H, D) data, or contiguous (B, H, T, D)")  # fmt: skip
+        help="peers' operands: views as a model has them, or as the peer likes them")  # fmt: skip
     add("--seconds", type=float, metavar="S", help="timed rounds of one case and mode")
     add("--budget", type=float, metavar="SECONDS",
         help="begin no case after this long (default: none on a GPU, 30 on a CPU)")  # fmt: skip
     add("--seed", type=int, help="of all inputs (default: fresh, kept in the record)")
     add("--json", nargs="?", const="", metavar="FILE",
-        help="record the run (default FILE: bench/results/<device>/<op>.json)")  # fmt: skip
+        help="record the run (default: one file an op, bench/results/<device>/)")  # fmt: skip
     add("--png", nargs="?", const="", metavar="FILE", help="draw it (default: beside the record)")
     add("--compare", nargs=2, metavar=("A", "B"), help="two records side by side; times nothing")
     add("--readme", nargs="?", const="", metavar="FILE",
@@ -131,12 +132,13 @@ def _device(options: argparse.Namespace) -> Any:
 
 
 def _selected(options: argparse.Namespace, device: str) -> list[Case]:
-    from . import cases
+    from .cases import MODES
+    from .families import select
 
     for mode in options.mode:
-        if mode not in cases.MODES:
-            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(cases.MODES)}")
-    chosen = cases.select(
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+    chosen = select(
         device,
         suite=options.suite,
         names=options.cases,
@@ -152,8 +154,7 @@ def _selected(options: argparse.Namespace, device: str) -> list[Case]:
 def _list(options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
-    from . import peers
-    from .cases import CASES
+    from . import families
 
     body = [
         [
@@ -164,14 +165,20 @@ def _list(options: argparse.Namespace) -> int:
             " ".join(f"{k}={v}" for k, v in case.sizes().items() if v is not None),
             " ".join(case.peers),
         ]
-        for case in CASES.values()
+        for case in families.cases().values()
         if not options.ops or case.op in options.ops
     ]
     print(
         tabulate(body, ("case", "device", "suites", "modes", "sizes", "peers"), tablefmt="simple")
     )
     print()
-    print(tabulate(peers.NAMES.items(), ("peer", ""), tablefmt="simple"))
+    body = [
+        [name, family.op, said]
+        for family in families.FAMILIES.values()
+        for name, said in family.peers.items()
+        if not options.ops or family.op in options.ops
+    ]
+    print(tabulate(body, ("peer", "op", ""), tablefmt="simple"))
     return 0
 
 
@@ -180,14 +187,15 @@ def _measure(options: argparse.Namespace) -> int:
     chosen = _selected(options, device.type)
 
     from ..ops.dispatch import BACKENDS
-    from . import ceilings, peers, record, table
+    from . import ceilings, families, record, table
     from .environment import describe
     from .runner import Options, run
 
+    known = [name for family in families.FAMILIES.values() for name in family.peers]
     for name in options.peers or ():
-        if name not in peers.NAMES:
-            raise ValueError(f"unknown peer {name!r}; known: {', '.join(peers.NAMES)}")
-    for name in options.backend:
+        if name not in known:
+            raise ValueError(f"unknown peer {name!r}; known: {', '.join(known)}")
+    for name in options.backend or ():
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "big")
@@ -201,9 +209,9 @@ def _measure(options: argparse.Namespace) -> int:
         seed=seed,
         seconds=options.seconds if options.seconds is not None else seconds,
         budget=options.budget if options.budget is not None else budget,
-        peers=tuple(peers.NAMES) if options.peers is None else tuple(options.peers),
+        peers=None if options.peers is None else tuple(options.peers),
         layout=options.layout,
-        backends=tuple(options.backend),
+        backends=tuple(options.backend) if options.backend else None,
         ceilings=measured,
     )
     made = record.make(
@@ -222,14 +230,19 @@ def _measure(options: argparse.Namespace) -> int:
 def _save(options: argparse.Namespace, made: dict[str, Any]) -> None:
     from . import plot, record
 
+    def parts(file: str, suffix: str) -> list[tuple[Path, dict[str, Any]]]:
+        if file:
+            return [(Path(file), made)]
+        return [(record.default_path(part, suffix), part) for part in record.by_op(made)]
+
     if options.json is not None:
-        path = Path(options.json) if options.json else record.default_path(made)
-        record.write(path, made)
-        print(f"\nrecord: {path}")
+        for path, part in parts(options.json, ".json"):
+            record.write(path, part)
+            print(f"\nrecord: {path}")
     if options.png is not None:
-        path = Path(options.png) if options.png else record.default_path(made, ".png")
-        plot.draw(made, path)
-        print(f"picture: {path}")
+        for path, part in parts(options.png, ".png"):
+            plot.draw(part, path)
+            print(f"picture: {path}")
 
 
 if __name__ == "__main__":

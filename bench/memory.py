@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .ours import Work
+from .family import Work
 from .timing import free_memory
 
 

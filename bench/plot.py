@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from .family import relative
 from .peaks import peak
 from .record import replace_file
 
@@ -30,7 +31,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         raise ValueError("nothing to draw: the record has no timed row")
     names = list(dict.fromkeys(row["contender"] for row in rows))
     # Relatives belong to other cases and would crowd the bars.
-    names = [name for name in names if not name.startswith("polar, ")]
+    names = [name for name in names if not relative(name)]
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     rows = [row for row in rows if row["contender"] in colours]
     modes = list(dict.fromkeys(row["mode"] for row in rows))
@@ -97,5 +98,6 @@ def _bars(axis: Any, rows: list[dict[str, Any]], colours: dict[str, str], mode: 
     against = "data sheet, dense" if share == "mfu_peak" else "matmul measured in the same run"
     axis.set_title(f"{mode}: share of {against}", fontsize=9)
     axis.set_ylabel("%")
-    axis.set_xticks(range(len(cases)), cases, rotation=15, fontsize=7)
+    slant = 15 if len(cases) <= 16 else 35  # more names than that run into each other
+    axis.set_xticks(range(len(cases)), cases, rotation=slant, fontsize=7)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -9,7 +9,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from .families import FAMILIES
+from .family import relative
 from .record import RESULTS, read, replace_file
+from .table import MEASURES
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -23,7 +26,7 @@ def rewrite(readme: Path, results: Path = RESULTS) -> int:
     text = readme.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}, each once")
-    paths = sorted(results.glob("*/*.json"))
+    paths = sorted(results.glob("*/*.json"), key=_place)
     if not paths:
         raise ValueError(f"no record under {results}; run `fastweights bench --json` first")
     sections = [section(read(path), path, readme.resolve().parent) for path in paths]
@@ -34,19 +37,33 @@ def rewrite(readme: Path, results: Path = RESULTS) -> int:
     return len(paths)
 
 
+def _place(path: Path) -> tuple[str, int, str]:
+    """A GPU's records stand in the order of the families."""
+    ops = list(FAMILIES)
+    return path.parent.name, ops.index(path.stem) if path.stem in ops else len(ops), path.stem
+
+
 def section(record: dict[str, Any], path: Path, root: Path) -> str:
     """Markdown of one record: what it ran on, times, memory, picture."""
     where = record["environment"]
     facts = [where["device"], f"torch {where['torch']}"]
     facts += [f"{name} {where[name]}" for name in ("triton", "driver", "commit") if where.get(name)]
     facts.append(record["date"][:10])
-    parts = [f"**{', '.join(facts)}**", _ceilings(record)]
+    parts = [f"**{', '.join(facts)}**", _caption(record), _ceilings(record)]
     parts += [_times(record["rows"]), _memory(record["rows"])]
     picture = path.with_suffix(".png")
     if picture.is_file():
         link = Path(os.path.relpath(picture.resolve(), root)).as_posix()
         parts.append(f"![Roofline and MFU on {where['device']}]({link})")
     return "\n\n".join(part for part in parts if part)
+
+
+def _caption(record: dict[str, Any]) -> str:
+    """What the families of the record's rows have to say."""
+    ops = dict.fromkeys(row["op"] for row in record["rows"])
+    return "\n\n".join(
+        FAMILIES[op].caption for op in ops if op in FAMILIES and FAMILIES[op].caption
+    )
 
 
 def _ceilings(record: dict[str, Any]) -> str:
@@ -71,7 +88,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for row in timed:
         # A relative is there to be compared with; it has a case of its own.
-        if not row["ours"] or row["contender"].startswith("polar, "):
+        if not row["ours"] or relative(row["contender"]):
             continue
         beside = {
             other["contender"]: other
@@ -85,7 +102,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['ms']:.3f}" if row["status"] == "ok" else row["status"],
                 _rate(row),
                 *(_beside(row, beside.get(peer)) for peer in peers),
-                "; ".join(_mark(target) for target in row.get("targets", ())),
+                _remark(row),
             ]
         )
     if not body:
@@ -117,10 +134,15 @@ def _beside(row: dict[str, Any], other: dict[str, Any] | None) -> str:
     return f"{_rate(other)} ({other['ms'] / row['ms']:.2f})"
 
 
+def _remark(row: dict[str, Any]) -> str:
+    """The marks of a row with numbers; why there are none, of another."""
+    if row["status"] != "ok":
+        return row["reason"].replace("|", "\\|")
+    return "; ".join(_mark(target) for target in row["targets"])
+
+
 def _mark(target: dict[str, Any]) -> str:
-    said = {"speed": "speed", "rate": "rate", "time": "time"}.get(
-        target["measure"], "time per FLOP"
-    )
+    said = MEASURES.get(target["measure"], target["measure"])
     reached = target["reached"] or f"misses the floor of {target['floor']:.2f}"
     return f"{target['ratio']:.2f} {said} of {target['against']}: {reached}"
 

@@ -3,7 +3,8 @@
     {"schema": 1, "date": …, "seed": …, "layout": …, "environment": {…}, "ceilings": {…},
      "rows": […]}
 
-Rows are those of `runner.py`. Times of two records come from two processes: a comparison says how
+Rows are those of `runner.py`; a run that is kept under `bench/results` is cut into one record an
+op. Times of two records come from two processes: a comparison says how
 one contender moved, and calls it noise where the p10–p90 ranges overlap.
 """
 
@@ -44,10 +45,24 @@ def make(
 
 
 def default_path(record: dict[str, Any], suffix: str = ".json") -> Path:
-    """`bench/results/<gpu>/<op>.json`, or `several.json` for more than one op."""
-    ops = sorted({row["op"] for row in record["rows"]})
-    name = ops[0] if len(ops) == 1 else "several"
-    return RESULTS / slug(record["environment"]) / f"{name}{suffix}"
+    """`bench/results/<gpu>/<op>.json` of a record of one op."""
+    (op,) = {row["op"] for row in record["rows"]}
+    return RESULTS / slug(record["environment"]) / f"{op}{suffix}"
+
+
+def by_op(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """A record for each op of a run, with the ceilings of its dtypes."""
+    parts = []
+    for op in dict.fromkeys(row["op"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["op"] == op]
+        part = record | {"rows": rows}
+        if record["ceilings"]:
+            dtypes = {row["sizes"]["dtype"] for row in rows}
+            rates = record["ceilings"]["matmul_tflops"]
+            kept = {dtype: rates[dtype] for dtype in rates if dtype in dtypes}
+            part["ceilings"] = record["ceilings"] | {"matmul_tflops": kept}
+        parts.append(part)
+    return parts
 
 
 def replace_file(path: Path, data: bytes) -> None:

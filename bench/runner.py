@@ -8,6 +8,8 @@ A row is a plain dict, the same in memory, in the record and in the table. `stat
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,11 @@ from typing import Any
 
 import torch
 
-from . import ours, peers
 from .cases import Case, Target
+from .families import FAMILIES
+from .family import Contender, Unavailable, Work
 from .gate import check
 from .memory import peak_bytes
-from .ours import Contender, Work, make_inputs
 from .peaks import Peak, peak
 from .timing import Timing, first_line, free_memory, l2_bytes, time_works
 
@@ -34,10 +36,11 @@ class Options:
         device: where.
         seed: of all inputs; drawn afresh by the command unless given.
         seconds: timed rounds of one case and mode.
-        budget: seconds after which no further case is begun; None is no limit.
-        peers: names of the peers that may run.
+        budget: seconds after which no further case is begun. Each op has an equal share from its
+            first case on, and what those before it left. None is no limit.
+        peers: names of the peers that may run; None is all.
         layout: of the peers' operands, "model" or "natural".
-        backends: of our ops.
+        backends: of our ops; None leaves it to each family.
         ceilings: what `ceilings.measure` returned.
     """
 
@@ -45,9 +48,9 @@ class Options:
     seed: int
     seconds: float = 0.6
     budget: float | None = None
-    peers: tuple[str, ...] = tuple(peers.NAMES)
+    peers: tuple[str, ...] | None = None
     layout: str = "model"
-    backends: tuple[str, ...] = ("auto",)
+    backends: tuple[str, ...] | None = None
     ceilings: dict[str, Any] | None = None
 
 
@@ -55,21 +58,27 @@ def run(
     cases: Sequence[Case], options: Options, progress: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
     """Run the cases in order; `progress` sees each row as soon as its case and mode are done."""
-    begun = time.monotonic()
     rows: list[Row] = []
-    for case in cases:
-        found = ours.contenders(case, options.backends)
-        found += peers.contenders(case, options.peers, options.layout)
-        spent = time.monotonic() - begun
-        if options.budget is not None and spent > options.budget:
-            reason = f"{spent:.0f} s of the {options.budget:.0f} s budget were spent"
-            rows += _without_numbers(case, found, "skipped", reason, progress)
-            continue
-        try:
-            rows += run_case(case, found, options, progress)
-        except Exception as error:
-            # A device fault surfaces wherever the host waits next; what was recorded stays.
-            rows += _without_numbers(case, found, "error", first_line(error), progress)
+    groups = [list(group) for _, group in itertools.groupby(cases, lambda case: case.op)]
+    allowed = 0.0
+    for group in groups:
+        begun = time.monotonic()
+        allowed += math.inf if options.budget is None else options.budget / len(groups)
+        for case in group:
+            found = FAMILIES[case.op].contenders(
+                case, backends=options.backends, peers=options.peers, layout=options.layout
+            )
+            spent = time.monotonic() - begun
+            if spent > allowed:
+                reason = f"{spent:.0f} s of the op's {allowed:.0f} s budget were spent"
+                rows += _without_numbers(case, found, "skipped", reason, progress)
+                continue
+            try:
+                rows += run_case(case, found, options, progress)
+            except Exception as error:
+                # A device fault surfaces wherever the host waits next; what was recorded stays.
+                rows += _without_numbers(case, found, "error", first_line(error), progress)
+        allowed = max(allowed - (time.monotonic() - begun), 0.0)
     return rows
 
 
@@ -80,7 +89,12 @@ def _without_numbers(
     reason: str,
     progress: Callable[[Row], None],
 ) -> list[Row]:
-    rows = [_row(c, case, mode, status, reason) for mode in case.modes for c in contenders]
+    rows = [
+        _row(contender, case, mode, status, reason)
+        for mode in case.modes
+        for contender in contenders
+        if mode in contender.modes
+    ]
     for row in rows:
         progress(row)
     return rows
@@ -122,6 +136,7 @@ def _build(
     failed: dict[str, tuple[str, str]] = {}
     verdicts: dict[str, dict[str, Any]] = {}
     inputs_of = {}
+    family = FAMILIES[case.op]
     for contender in contenders:
         if contender.reason is not None:
             failed[contender.name] = ("unavailable", contender.reason)
@@ -129,15 +144,18 @@ def _build(
         try:
             if contender.case not in inputs_of:
                 generator = torch.Generator(options.device).manual_seed(options.seed)
-                inputs_of[contender.case] = make_inputs(contender.case, generator)
+                inputs_of[contender.case] = family.inputs(contender.case, generator)
             inputs = inputs_of[contender.case]
             work = contender.build(contender.case, inputs)
-            verdict = check(contender, inputs, work, options.seed + 1)
-            verdicts[contender.name] = verdict.to_dict()
-            if verdict.ok:
+            verdict = check(family, contender, inputs, work, options.seed + 1)
+            if verdict is not None:
+                verdicts[contender.name] = verdict.to_dict()
+            if verdict is None or verdict.ok:
                 built[contender.name] = work
             else:
                 failed[contender.name] = ("wrong", "; ".join(verdict.failures))
+        except Unavailable as reason:
+            failed[contender.name] = ("unavailable", str(reason))
         except Exception as error:
             failed[contender.name] = ("error", first_line(error))
         free_memory(options.device)
@@ -154,11 +172,13 @@ def _mode(
     options: Options,
 ) -> list[Row]:
     rows = []
+    contenders = [contender for contender in contenders if mode in contender.modes]
+    here = {c.name: built[c.name] for c in contenders if c.name in built}
     timings: dict[str, Timing | str] = {}
     if mode != "memory":
         moved = min((c.case.bytes(mode) for c in contenders), default=0)
         timings = time_works(
-            built,
+            here,
             mode,
             device=options.device,
             seconds=options.seconds,
@@ -246,17 +266,27 @@ def _compare(case: Case, mode: str, rows: list[Row]) -> None:
             if target.mode == mode
             and target.contender == row["contender"]
             and target.against in fine
+            and (target.measure in _MEASURES or target.measure in _recorded(row))
         ]
+
+
+_MEASURES: dict[str, Callable[[Row, Row], float]] = {
+    "speed": lambda row, other: other["ms"] / row["ms"],
+    "rate": lambda row, other: row["tflops"] / other["tflops"],
+    "time": lambda row, other: row["ms"] / other["ms"],
+    "time/flop": lambda row, other: other["tflops"] / row["tflops"],
+}
+
+
+def _recorded(row: Row) -> dict[str, float]:
+    """The ratios that the row's gate took."""
+    return (row.get("gate") or {}).get("ratios", {})
 
 
 def judged(target: Target, row: Row, other: Row) -> dict[str, Any]:
     """A target with its measured ratio and the best mark that it reaches ("" if none)."""
-    ratio = {
-        "speed": lambda: other["ms"] / row["ms"],
-        "rate": lambda: row["tflops"] / other["tflops"],
-        "time": lambda: row["ms"] / other["ms"],
-        "time/flop": lambda: other["tflops"] / row["tflops"],
-    }[target.measure]()
+    measure = _MEASURES.get(target.measure)
+    ratio = _recorded(row)[target.measure] if measure is None else measure(row, other)
     reached = ""
     for mark in ("floor", "good", "aim"):
         value = getattr(target, mark)

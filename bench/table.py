@@ -11,6 +11,7 @@ HEADERS = (
     "case", "mode", "contender", "ms", "p10–p90", "TFLOP/s", "% peak", "% matmul", "GB/s",
     "÷ peer", "launch µs", "gate", "targets",
 )  # fmt: skip
+MEASURES = {"time/flop": "time per FLOP"}  # others are called what they are
 
 
 def target_text(target: dict[str, Any]) -> str:
@@ -20,11 +21,9 @@ def target_text(target: dict[str, Any]) -> str:
         for mark in ("floor", "good", "aim")
         if target[mark] is not None
     )
-    unit = {"speed": "× speed of", "rate": "× rate of", "time": "× time of"}.get(
-        target["measure"], "× time per FLOP of"
-    )
     reached = target["reached"] or "below floor"
-    return f"{target['ratio']:.3f}{unit} {target['against']} ({marks} → {reached})"
+    measure = MEASURES.get(target["measure"], target["measure"])
+    return f"{target['ratio']:.3f}× {measure} of {target['against']} ({marks} → {reached})"
 
 
 def _share(value: float | None) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ours import Work
+from .family import Work
 
 WARM_UP = 3
 MIN_ROUNDS, MAX_ROUNDS = 3, 200

@@ -13,12 +13,16 @@ import pytest
 import torch
 
 import fastweights
-from fastweights.bench import cli, gate, ours, peers, readme, record, runner, table
-from fastweights.bench.cases import CASES, Case, Target, select
+from fastweights.bench import cli, families, gate, readme, record, runner, table
+from fastweights.bench.attention import ATTENTION
+from fastweights.bench.cases import Case, Target
+from fastweights.bench.families import select
+from fastweights.bench.family import Contender
 from fastweights.bench.timing import Timing, time_calls
 from fastweights.ops import alloc
 
 CPU = torch.device("cpu")
+CASES = families.cases()
 TINY = replace(CASES["cpu-d64-t256"], name="tiny", tokens=48, heads_q=4, heads_k=2, head_dim=16)
 
 
@@ -89,22 +93,14 @@ def test_case_bytes_read_and_write_each_operand_once():
     assert TINY.bytes("bwd") == (q + 2 * k + q + q) + (q + 2 * k)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case_is_consistent(name):
-    case = CASES[name]
+@pytest.mark.parametrize("case", ATTENTION.cases, ids=lambda case: case.name)
+def test_small_attention_case_keeps_the_rules(case):
     small = case.small()
     assert small.length <= case.length
     assert small.group == case.group
     assert small.head_dim == case.head_dim
     assert (small.window is None) == (case.window is None)
     assert small.window is None or small.window < small.length
-    listed = [c.name for c in (*ours.contenders(case), *peers.contenders(case, case.peers))]
-    assert len(set(listed)) == len(listed)
-    for target in case.targets:
-        assert target.against in listed
-        assert target.contender in listed
-        marks = [m for m in (target.floor, target.good, target.aim) if m is not None]
-        assert marks == sorted(marks, reverse=target.lower_is_better)
 
 
 def test_select_refuses_what_it_does_not_know():
@@ -149,7 +145,7 @@ def test_timing_percentiles():
 )
 def test_right_contenders_pass_and_are_timed(changes):
     case = replace(TINY, **changes)
-    found = [*ours.contenders(case), *peers.contenders(case, ("sdpa",))]
+    found = ATTENTION.contenders(case)
     rows = runner.run_case(case, found, _options())
     assert [(row["contender"], row["mode"]) for row in rows] == [
         (name, mode) for mode in ("fwd", "bwd") for name in ("polar", "softmax", "sdpa")
@@ -164,7 +160,7 @@ def test_right_contenders_pass_and_are_timed(changes):
         assert row["tflops"] == pytest.approx(case.flops(row["mode"]) / row["ms"] / 1e9)
 
 
-def _spoiled(contender: ours.Contender, spoil) -> ours.Contender:
+def _spoiled(contender: Contender, spoil) -> Contender:
     def build(case, inputs):
         work = contender.build(case, inputs)
         right = work.forward
@@ -193,7 +189,7 @@ def _last_row_off(direction, count):
     ids=["count-off", "nan", "gradients-doubled", "one-row-off"],
 )
 def test_wrong_implementation_fails_its_gate_and_gets_no_time(spoil):
-    contender = _spoiled(ours.contenders(TINY)[0], spoil)
+    contender = _spoiled(ATTENTION.ours(TINY, ("auto",))[0], spoil)
     rows = runner.run_case(TINY, [contender], _options())
     assert [row["status"] for row in rows] == ["wrong", "wrong"]
     for row in rows:
@@ -204,7 +200,7 @@ def test_wrong_implementation_fails_its_gate_and_gets_no_time(spoil):
 
 
 def test_unwritten_memory_fails_the_gate():
-    contender = ours.contenders(TINY)[0]
+    contender = ATTENTION.ours(TINY, ("auto",))[0]
 
     def forgetful(direction, count):
         # Fresh memory that happens to hold the right answer: only poison can tell.
@@ -213,19 +209,19 @@ def test_unwritten_memory_fails_the_gate():
         return direction, torch.where(torch.arange(count.shape[1])[:, None] == 5, lucky, count)
 
     spoiled = _spoiled(contender, forgetful)
-    inputs = ours.make_inputs(TINY, torch.Generator().manual_seed(0))
-    verdict = gate.check(spoiled, inputs, spoiled.build(TINY, inputs), seed=1)
+    inputs = ATTENTION.inputs(TINY, torch.Generator().manual_seed(0))
+    verdict = gate.check(ATTENTION, spoiled, inputs, spoiled.build(TINY, inputs), seed=1)
     assert not verdict.ok
     assert verdict.failures[0].startswith("small count: error inf")
-    assert all(line.startswith("small ") for line in verdict.failures)
+    assert any(line.startswith("full size count: error inf") for line in verdict.failures)
 
 
 def test_one_failure_leaves_the_other_rows():
     def explode(case, inputs):
         raise RuntimeError("no such kernel\nsecond line")
 
-    broken = replace(ours.contenders(TINY)[0], name="broken", build=explode)
-    rows = runner.run_case(TINY, [broken, *ours.contenders(TINY)], _options())
+    broken = replace(ATTENTION.ours(TINY, ("auto",))[0], name="broken", build=explode)
+    rows = runner.run_case(TINY, [broken, *ATTENTION.ours(TINY, ("auto",))], _options())
     forward = {row["contender"]: row for row in rows if row["mode"] == "fwd"}
     assert forward["broken"]["reason"] == "RuntimeError: no such kernel"
     assert forward["polar"]["status"] == forward["softmax"]["status"] == "ok"
@@ -250,7 +246,7 @@ def test_device_fault_keeps_the_record(monkeypatch):
 
 def test_memory_says_why_it_cannot_on_a_cpu():
     case = replace(TINY, modes=("memory",))
-    rows = runner.run_case(case, ours.contenders(case), _options())
+    rows = runner.run_case(case, ATTENTION.ours(case, ("auto",)), _options())
     assert all(row["status"] == "error" and "GPU" in row["reason"] for row in rows)
 
 
@@ -266,7 +262,7 @@ def test_memory_says_why_it_cannot_on_a_cpu():
     ],
 )
 def test_targets_are_judged(measure, marks, ratio, reached):
-    target = Target("fwd", "peer", *marks, measure=measure)
+    target = Target("polar", "fwd", "peer", *marks, measure=measure)
     found = runner.judged(target, _row(ms=2.0), _row("peer", ms=3.0))
     assert found["ratio"] == pytest.approx(ratio)
     assert found["reached"] == reached
@@ -444,7 +440,7 @@ def test_command_refuses_in_one_line(capsys):
 def test_command_lists_and_describes(capsys):
     assert cli.main(["bench", "--list"]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in [*CASES, *peers.NAMES])
+    assert all(name in said for name in [*CASES, *ATTENTION.peers])
     assert cli.main(["env"]) == 0
     assert torch.__version__ in capsys.readouterr().out
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..reference import polar_attention as materialised_polar
-from .cases import Case
-from .ours import Contender, Inputs, Work
+from ...reference import polar_attention as materialised_polar
+from ..family import Contender, Work
+from .cases import AttentionCase
+from .ours import Inputs
 
 NAMES = {
     "sdpa-cudnn": "torch SDPA, cuDNN backend",
@@ -33,7 +34,6 @@ NAMES = {
     "torch": "softmax attention with the score matrix in memory",
     "torch-polar": "Polar attention with the score matrix in memory",
 }
-LAYOUTS = ("model", "natural")
 
 _BACKENDS = {
     "sdpa-cudnn": [SDPBackend.CUDNN_ATTENTION],
@@ -42,7 +42,7 @@ _BACKENDS = {
 }
 
 
-def available(name: str, case: Case) -> str | None:
+def available(name: str, case: AttentionCase) -> str | None:
     """Why the peer cannot run the case; None if it is worth trying.
 
     Raises:
@@ -81,7 +81,7 @@ def _has_cute() -> bool:
         return False
 
 
-def contenders(case: Case, names: tuple[str, ...], layout: str = "model") -> list[Contender]:
+def contenders(case: AttentionCase, names: tuple[str, ...], layout: str) -> list[Contender]:
     """The peers of a case among `names`."""
     return [
         Contender(
@@ -96,10 +96,10 @@ def contenders(case: Case, names: tuple[str, ...], layout: str = "model") -> lis
     ]
 
 
-def _builder(name: str, layout: str) -> Callable[[Case, Inputs], Work]:
+def _builder(name: str, layout: str) -> Callable[[AttentionCase, Inputs], Work]:
     makers = {"flex": _flex, "fa4": _fa4, "torch": _torch, "torch-polar": _torch_polar}
 
-    def build(case: Case, inputs: Inputs) -> Work:
+    def build(case: AttentionCase, inputs: Inputs) -> Work:
         if name in _BACKENDS:
             return _sdpa(case, inputs, _BACKENDS[name], layout)
         return makers[name](case, inputs, layout)
@@ -123,7 +123,9 @@ def _heads_first(
     return (q, k, v), leaves, d_out
 
 
-def _sdpa(case: Case, inputs: Inputs, backends: list[SDPBackend] | None, layout: str) -> Work:
+def _sdpa(
+    case: AttentionCase, inputs: Inputs, backends: list[SDPBackend] | None, layout: str
+) -> Work:
     (q, k, v), leaves, d_out = _heads_first(inputs, layout)
 
     def forward() -> tuple[Tensor, ...]:
@@ -144,7 +146,7 @@ def _sdpa(case: Case, inputs: Inputs, backends: list[SDPBackend] | None, layout:
     return Work(forward, leaves, (d_out,), context)
 
 
-def _flex(case: Case, inputs: Inputs, layout: str) -> Work:
+def _flex(case: AttentionCase, inputs: Inputs, layout: str) -> Work:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -175,7 +177,7 @@ def _flex(case: Case, inputs: Inputs, layout: str) -> Work:
     return work
 
 
-def _fa4(case: Case, inputs: Inputs, layout: str) -> Work:
+def _fa4(case: AttentionCase, inputs: Inputs, layout: str) -> Work:
     flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
     window = (None, None) if case.window is None else (case.window - 1, 0)
 
@@ -187,7 +189,7 @@ def _fa4(case: Case, inputs: Inputs, layout: str) -> Work:
     return Work(forward, leaves, (inputs.d_out,))
 
 
-def _torch(case: Case, inputs: Inputs, layout: str) -> Work:
+def _torch(case: AttentionCase, inputs: Inputs, layout: str) -> Work:
     (q, k, v), leaves, d_out = _heads_first(inputs, layout)
     i = torch.arange(case.tokens, device=q.device)
     hidden = i[:, None] < i
@@ -202,7 +204,7 @@ def _torch(case: Case, inputs: Inputs, layout: str) -> Work:
     return Work(forward, leaves, (d_out,))
 
 
-def _torch_polar(case: Case, inputs: Inputs, layout: str) -> Work:
+def _torch_polar(case: AttentionCase, inputs: Inputs, layout: str) -> Work:
     rules: dict[str, Any] = {**inputs.parameters, "window": case.window}
 
     def forward() -> tuple[Tensor, ...]:

@@ -1,22 +1,18 @@
-"""Inputs of a case, and our own calls on them.
-
-A `Contender` can be built on any inputs of the same kind: the gate builds it on a small case
-first. What it builds is a `Work`: a forward that can be captured and the tensors whose gradients
-the backward asks for.
-"""
+"""Inputs of an attention case, and our own calls on them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops import explain, polar_attention, softmax_attention
-from .cases import Case
+from ...ops import polar_attention, softmax_attention
+from ..family import Contender, Work, explained
+from .cases import AttentionCase
 
 PARAMETERS = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
 
@@ -38,7 +34,7 @@ class Inputs:
     cu_seqlens: Tensor | None
 
 
-def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
+def make_inputs(case: AttentionCase, generator: torch.Generator) -> Inputs:
     """Random inputs on the generator's device.
 
     The parameters are near trained values: a null mass of 0.2 to 0.4 and counts of 0.1 to 0.5.
@@ -75,53 +71,6 @@ def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return inputs
 
 
-@dataclass
-class Work:
-    """A call ready to be run, captured and differentiated.
-
-    Attributes:
-        forward: runs the call and returns the outputs that receive gradients, (B, T, Hq, D) and
-            whatever else.
-        leaves: gradients are taken with respect to these, by name.
-        grad_outputs: upstream gradients, one an output.
-        context: entered around every forward, backward and capture.
-        notes: what the record should keep (backend, configs).
-    """
-
-    forward: Callable[[], tuple[Tensor, ...]]
-    leaves: dict[str, Tensor]
-    grad_outputs: tuple[Tensor, ...]
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def backward(self, outputs: tuple[Tensor, ...], *, retain: bool = True) -> tuple[Tensor, ...]:
-        """Gradients of all leaves; with `retain`, `outputs` can be differentiated again."""
-        return torch.autograd.grad(
-            outputs, tuple(self.leaves.values()), self.grad_outputs, retain_graph=retain
-        )
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One row of a table: a name, the sizes it is counted at, and how to build it.
-
-    Attributes:
-        name: shown and recorded.
-        case: its FLOPs and bytes are this case's (a relative's own).
-        function: "polar" or "softmax": the reference that the gate takes.
-        build: from a case and its inputs to a `Work`.
-        ours: our own op; the gate then also checks parameters, on poisoned memory.
-        reason: why it cannot run here, or None.
-    """
-
-    name: str
-    case: Case
-    function: str
-    build: Callable[[Case, Inputs], Work]
-    ours: bool = False
-    reason: str | None = None
-
-
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """torch's deterministic mode without its fill of fresh memory, an aid to debugging."""
@@ -137,7 +86,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled)
 
 
-def _rules(case: Case, inputs: Inputs) -> dict[str, Any]:
+def _rules(case: AttentionCase, inputs: Inputs) -> dict[str, Any]:
     return {
         "window": case.window,
         "cu_seqlens": inputs.cu_seqlens,
@@ -145,16 +94,8 @@ def _rules(case: Case, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _notes(function: Callable[..., Any], inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
-    said = explain(function, inputs.q, inputs.k, inputs.v, **options)
-    return {
-        "backend": said.backend,
-        "configs": {pass_: config.name for pass_, config in said.configs.items()},
-    }
-
-
 def _polar(
-    case: Case,
+    case: AttentionCase,
     inputs: Inputs,
     backend: str,
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -162,7 +103,7 @@ def _polar(
     options = {**inputs.parameters, **_rules(case, inputs), "backend": backend}
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.parameters}
     with context():
-        notes = _notes(polar_attention, inputs, options)
+        notes = explained(polar_attention, inputs.q, inputs.k, inputs.v, **options)
     return Work(
         forward=lambda: polar_attention(inputs.q, inputs.k, inputs.v, **options),
         leaves=leaves,
@@ -172,17 +113,17 @@ def _polar(
     )
 
 
-def _softmax(case: Case, inputs: Inputs, backend: str) -> Work:
+def _softmax(case: AttentionCase, inputs: Inputs, backend: str) -> Work:
     options = {**_rules(case, inputs), "backend": backend}
     return Work(
         forward=lambda: softmax_attention(inputs.q, inputs.k, inputs.v, **options)[:1],
         leaves={"q": inputs.q, "k": inputs.k, "v": inputs.v},
         grad_outputs=(inputs.d_out,),
-        notes=_notes(softmax_attention, inputs, options),
+        notes=explained(softmax_attention, inputs.q, inputs.k, inputs.v, **options),
     )
 
 
-def contenders(case: Case, backends: tuple[str, ...] = ("auto",)) -> list[Contender]:
+def contenders(case: AttentionCase, backends: tuple[str, ...]) -> list[Contender]:
     """Our own contenders of a case: its named calls on each backend, then its relatives.
 
     The first backend's contenders carry plain names, to which the targets refer; others are
@@ -192,13 +133,13 @@ def contenders(case: Case, backends: tuple[str, ...] = ("auto",)) -> list[Conten
     for backend in backends:
         mark = "" if backend == backends[0] else f" [{backend}]"
 
-        def polar(case: Case, inputs: Inputs, backend: str = backend) -> Work:
+        def polar(case: AttentionCase, inputs: Inputs, backend: str = backend) -> Work:
             return _polar(case, inputs, backend)
 
-        def fixed(case: Case, inputs: Inputs, backend: str = backend) -> Work:
+        def fixed(case: AttentionCase, inputs: Inputs, backend: str = backend) -> Work:
             return _polar(case, inputs, backend, deterministic)
 
-        def softmax(case: Case, inputs: Inputs, backend: str = backend) -> Work:
+        def softmax(case: AttentionCase, inputs: Inputs, backend: str = backend) -> Work:
             return _softmax(case, inputs, backend)
 
         builds = {"polar": polar, "polar-deterministic": fixed, "softmax": softmax}

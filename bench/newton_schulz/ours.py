@@ -1,0 +1,55 @@
+"""Inputs of a Newton–Schulz case, and our own calls on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops import newton_schulz
+from ..family import Contender, Work, explained
+from .cases import NewtonSchulzCase
+
+
+@dataclass
+class Inputs:
+    """The leaf x (B, m, n) and the upstream gradient d_out of the same shape."""
+
+    x: Tensor
+    d_out: Tensor
+
+
+def make_inputs(case: NewtonSchulzCase, generator: torch.Generator) -> Inputs:
+    """Normal matrices on the generator's device."""
+
+    def normal() -> Tensor:
+        size = (case.batch, case.rows, case.cols)
+        device, dtype = generator.device, case.torch_dtype
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    return Inputs(normal().requires_grad_(), normal())
+
+
+def contenders(case: NewtonSchulzCase, backends: tuple[str, ...]) -> list[Contender]:
+    """The op on each backend.
+
+    The first backend's row carries the plain name, to which the targets refer; others are marked
+    "[backend]".
+    """
+
+    def builder(backend: str) -> Contender:
+        def build(case: NewtonSchulzCase, inputs: Inputs) -> Work:
+            rules = {"steps": case.steps, "coefficients": case.coefficients, "backend": backend}
+            notes = explained(newton_schulz, inputs.x, **rules)
+            return Work(
+                forward=lambda: (newton_schulz(inputs.x, **rules),),
+                leaves={"x": inputs.x},
+                grad_outputs=(inputs.d_out,),
+                notes=notes,
+            )
+
+        mark = "" if backend == backends[0] else f" [{backend}]"
+        return Contender(f"{case.op}{mark}", case, case.op, build, ours=True)
+
+    return [builder(backend) for backend in backends]
