@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,21 @@ from .cuda_spaces import (
     OP,
     SPACE_BWD,
     SPACE_FWD,
+    TILE,
     WARP_SIDE,
     WARPS,
+    block_bytes,
     bucket,
+    memory,
     refusal,
-    shared_bytes,
-    tiles,
 )
 from .op import NewtonSchulzShape
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "kernel", "supports"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
 
 MAX_STEPS = 16  # as in csrc/newton_schulz/common.cuh
+UPSTREAM = 0.125  # norm that backward brings the upstream gradient to, kScale there
+LARGEST = 2.0**15  # that a gradient in fp16 may grow to on its way, half of what fp16 holds
 NUMBERS = {torch.float16: "fastweights::half", torch.bfloat16: "fastweights::bfloat16"}
 
 
@@ -44,79 +48,84 @@ def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
         return "iterates in fp16 on 16-bit matrices"
     if shape.steps > MAX_STEPS:
         return f"takes at most {MAX_STEPS} steps"
+    # Along a direction with singular value 0 each step multiplies the gradient by its a.
+    if shape.backward and UPSTREAM * prod(abs(a) for a, _, _ in shape.triples) > LARGEST:
+        return "a gradient through these steps may leave the range of fp16"
     space = SPACE_BWD if shape.backward else SPACE_FWD
     return refusal(space, bucket(shape), Device.of(shape.device))
 
 
-def kernel(config: Config, shape: NewtonSchulzShape, pass_: str) -> Kernel:
+def _kernel(config: Config, shape: NewtonSchulzShape, pass_: str) -> Kernel:
     """The instance that a config stands for."""
-    number = NUMBERS[shape.dtype]
-    name = "newton_schulz" if pass_ == "fwd" else "newton_schulz_backward"
-    if config["ROWS"] <= WARP_SIDE:
-        return Kernel(
-            "newton_schulz/newton_schulz_sm80.cuh",
-            f"fastweights::newton_schulz_small<{config['ROWS'] // 16}, {number}>",
-        )
-    rows, cols = tiles(config)
-    tall = str(shape.tall).lower()
-    if rows == 4:
-        return Kernel(
-            "newton_schulz/newton_schulz_256_sm90.cuh",
-            f"fastweights::newton_schulz_256<{tall}, {number}>",
-        )
-    return Kernel(
-        "newton_schulz/newton_schulz_sm90.cuh",
-        f"fastweights::{name}<{rows}, {cols}, {tall}, {number}>",
-    )
+    rows, cols = config["ROWS"], config["COLS"]
+    number, tall = NUMBERS[shape.dtype], str(shape.tall).lower()
+    suffix = "" if pass_ == "fwd" else "_backward"
+    if rows <= WARP_SIDE:
+        name = f"newton_schulz_small{suffix}<{rows // 16}, {number}>"
+        return Kernel("newton_schulz/newton_schulz_sm80.cuh", f"fastweights::{name}")
+    tiles = f"{rows // TILE}, {cols // TILE}, {tall}, {number}"
+    if config.matrix == "mma":
+        name = f"newton_schulz_stack{suffix}<{tiles}>"
+        return Kernel("newton_schulz/newton_schulz_stack_sm80.cuh", f"fastweights::{name}")
+    if rows == 4 * TILE:
+        name = f"newton_schulz_256{suffix}<{tall}, {number}>"
+        return Kernel(f"newton_schulz/newton_schulz_256{suffix}_sm90.cuh", f"fastweights::{name}")
+    name = f"newton_schulz{suffix}<{tiles}>"
+    return Kernel("newton_schulz/newton_schulz_sm90.cuh", f"fastweights::{name}")
 
 
 def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     """The orthogonalised matrices, contiguous."""
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
-    x = x.contiguous()
-    out = empty(x.shape, dtype=shape.dtype, device=shape.device)
-    _launch(shape, config, "fwd", [x, out], [np.float32(shape.eps)], shared_bytes(config, "fwd"))
-    return out
+    return _launch(shape, config, "fwd", [x.contiguous()])
 
 
 def bwd(shape: NewtonSchulzShape, upstream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of x for that of `fwd`'s result, contiguous."""
     config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
-    x, upstream = x.contiguous(), upstream.contiguous()
-    out = empty(x.shape, dtype=shape.dtype, device=shape.device)
-    _launch(shape, config, "bwd", [x, upstream, out], [], shared_bytes(config, "bwd"))
-    return out
+    return _launch(shape, config, "bwd", [x.contiguous(), upstream.contiguous()])
 
 
 def _launch(
-    shape: NewtonSchulzShape,
-    config: Config,
-    pass_: str,
-    matrices: list[torch.Tensor],
-    rules: list[Any],
-    shared: int,
-) -> None:
-    rows, cols = shape.rows, shape.cols
-    if rows * cols == 0:
-        return
-    side = config["ROWS"]
-    piece = side // 4 if side <= WARP_SIDE else 8  # neighbours that a thread loads at once
-    whole = cols % piece == 0 and not any(x.data_ptr() % 16 for x in matrices)
-    of_block = WARPS if side <= WARP_SIDE else 1
+    shape: NewtonSchulzShape, config: Config, pass_: str, stacks: list[torch.Tensor]
+) -> torch.Tensor:
+    device = Device.of(shape.device)
+    out = empty(stacks[0].shape, dtype=shape.dtype, device=shape.device)
+    if out.numel() == 0:
+        return out
+    rows = config["ROWS"]
+    of_block = WARPS if rows <= WARP_SIDE else 1
     blocks = -(-shape.batch // of_block)
     if config["EACH"]:
-        blocks = min(blocks, config["EACH"] * Device.of(shape.device).multiprocessors)
-    sizes = [np.int64(shape.batch), np.int32(rows), np.int32(cols), np.int32(shape.steps)]
+        blocks = min(blocks, config["EACH"] * device.multiprocessors)
+    needs = memory(config, pass_, shape.steps, block_bytes(config, device))
+    matrices: list[Any] = [*stacks, out]
+    piece = rows // 4 if rows <= WARP_SIDE else 8  # neighbours that a thread loads at once
+    whole = shape.cols % piece == 0 and not any(x.data_ptr() % 16 for x in matrices)
+    if pass_ == "bwd" and rows > WARP_SIDE:
+        size = (blocks, needs.workspace // 4)
+        matrices.append(empty(size, dtype=torch.int32, device=shape.device))
+    numbers = [np.int32(n) for n in (shape.rows, shape.cols, shape.steps)]
+    if needs.kept:
+        numbers.append(np.int32(needs.kept))
     runtime.launch(
         OP,
-        kernel(config, shape, pass_),
+        _kernel(config, shape, pass_),
         config.name,
         shape.device,
         grid=blocks,
         threads=32 * config.num_warps,
-        shared=shared,
-        arguments=(*matrices, *sizes, *rules, np.int32(whole), _table(shape.coefficients)),
+        shared=needs.shared,
+        arguments=(
+            *matrices,
+            np.int64(shape.batch),
+            *numbers,
+            np.float32(shape.eps),
+            np.int32(whole),
+            _table(shape.coefficients),
+        ),
     )
+    return out
 
 
 @functools.lru_cache(maxsize=256)

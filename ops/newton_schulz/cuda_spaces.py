@@ -1,11 +1,12 @@
 """Config spaces of the CUDA C++ backend: which instances exist, which serve a call, the default.
 
-An instance is built for matrices padded to ROWS × COLS, the shorter side first, and what it is
-follows from them:
+An instance is built for matrices padded to ROWS × COLS, the shorter side first. Which kernel it is
+follows from them and from the matrix instruction:
 
-    16², 32²           mma.sync   a warp a matrix, in registers          newton_schulz_sm80.cuh
-    up to 128 × 256    wgmma      a block a matrix                       newton_schulz_sm90.cuh
-    256²               wgmma      a block a matrix, A as a triangle      newton_schulz_256_sm90.cuh
+    16², 32²          mma     a warp a matrix, in registers       newton_schulz_sm80.cuh
+    up to 128 × 256   mma     a block a matrix                    newton_schulz_stack_sm80.cuh
+    up to 128 × 256   wgmma   the same on Hopper                  newton_schulz_sm90.cuh
+    256²              wgmma   a block a matrix, A as a triangle   newton_schulz_256_sm90.cuh
 
 What is left to choose is EACH, blocks of a multiprocessor that take matrices in turn; 0: a block
 for each matrix.
@@ -24,8 +25,7 @@ TILE_BYTES = 2 * TILE * TILE
 SCRATCH_BYTES = 1024
 WARP_SIDE = 32  # of the largest matrix that a warp holds
 WARPS = 4  # of a block whose warps have a matrix each
-SM_BYTES = 228 * 1024  # shared memory of a multiprocessor of Hopper
-SYSTEM_BYTES = 1024  # of a block's share, the system's
+SYSTEM_BYTES = 1024  # of a block's shared memory, the system's
 
 
 class Bucket(NamedTuple):
@@ -52,45 +52,57 @@ def bucket(shape: NewtonSchulzShape) -> Key:
     return Bucket(rows, cols)
 
 
-def tiles(config: Config) -> tuple[int, int]:
-    """Rows and columns of tiles of an instance."""
-    return config["ROWS"] // TILE, config["COLS"] // TILE
+class Memory(NamedTuple):
+    """What a block takes.
+
+    Attributes:
+        shared: bytes of shared memory.
+        workspace: bytes of device memory.
+        kept: iterates of a backward in shared memory, for kernels that ask.
+    """
+
+    shared: int
+    workspace: int = 0
+    kept: int = 0
 
 
-def shared_bytes(config: Config, pass_: str) -> int:
-    """Shared memory of a block, in backward without the iterates that it keeps beside the first."""
-    if config["ROWS"] <= WARP_SIDE:
-        return 0
-    rows, cols = tiles(config)
-    if rows == 4:
-        return SCRATCH_BYTES + (rows * cols + rows * (rows + 1) // 2) * TILE_BYTES
-    grams = 1 if pass_ == "fwd" else 2
-    matrices = 1 if pass_ == "fwd" else 2
-    return SCRATCH_BYTES + (grams * rows * rows + matrices * rows * cols) * TILE_BYTES
+def memory(config: Config, pass_: str, steps: int, block_bytes: int) -> Memory:
+    """What a block takes in `steps` steps where it may have `block_bytes` of shared memory."""
+    rows, cols, backward = config["ROWS"], config["COLS"], pass_ == "bwd"
+    if rows <= WARP_SIDE:
+        return Memory(WARPS * steps * 2 * rows * cols if backward else 0)
+    down, across = rows // TILE, cols // TILE
+    x, gram = down * across * TILE_BYTES, down * down * TILE_BYTES
+    if down == 4:
+        if backward:
+            return Memory(SCRATCH_BYTES + 28 * TILE_BYTES, (steps + 1) * x)
+        return Memory(SCRATCH_BYTES + x + down * (down + 1) // 2 * TILE_BYTES)
+    if not backward:
+        return Memory(SCRATCH_BYTES + x + gram)
+    if config.matrix == "mma":
+        return Memory(SCRATCH_BYTES + 2 * x + gram, (steps - 1) * x)
+    least = SCRATCH_BYTES + 2 * gram + x
+    kept = max(1, min(steps, (block_bytes - least) // x))
+    return Memory(least + kept * x, (steps - kept) * x, kept)
 
 
-def _share(config: Config) -> int:
-    """Shared memory of a block if EACH of them divide a multiprocessor's."""
-    return SM_BYTES // max(1, config["EACH"]) - SYSTEM_BYTES
-
-
-def kept(config: Config, steps: int) -> int:
-    """Iterates that a block of backward keeps in shared memory: all there is room for."""
-    rows, cols = tiles(config)
-    room = _share(config) - shared_bytes(config, "bwd")
-    return min(steps, 1 + room // (rows * cols * TILE_BYTES))
+def block_bytes(config: Config, device: Device) -> int:
+    """Shared memory that a block may have if EACH of them are to run at once."""
+    of_all = device.shared_bytes + SYSTEM_BYTES
+    return of_all // max(1, config["EACH"]) - SYSTEM_BYTES
 
 
 def _fits(config: Config, key: Key, device: Device, pass_: str) -> str | None:
-    if (config["ROWS"], config["COLS"]) != key:
-        return f"is for matrices padded to {config['ROWS']} × {config['COLS']}, this is {key}"
+    if (config["ROWS"], config["COLS"]) != tuple(key):
+        sizes = f"{config['ROWS']} × {config['COLS']}"
+        return f"is for matrices padded to {sizes}, these are to {key[0]} × {key[1]}"
     if config.matrix == "wgmma" and device.capability != 90:
         return f"is written for sm_90, this is {device.arch}"
     if device.capability < 80:
         return f"is written for sm_80 and newer, this is {device.arch}"
-    needed = shared_bytes(config, pass_)
-    if needed > _share(config):
-        return f"{config['EACH']} blocks of {needed} bytes do not fit into a multiprocessor"
+    least = memory(config, pass_, 1, 0).shared
+    if least > block_bytes(config, device):
+        return f"needs {least} bytes of shared memory, a block has {block_bytes(config, device)}"
     return None
 
 
@@ -107,11 +119,10 @@ def refusal(space: Space, key: Key, device: Device) -> str | None:
     if space.fitting(key, device):
         return None
     pass_ = {"fwd": "forward", "bwd": "backward"}[space.pass_]
-    rows, cols = key
-    return f"has no {pass_} kernel for matrices padded to {rows} × {cols} on {device.arch}"
+    return f"has no {pass_} kernel for matrices padded to {key[0]} × {key[1]} on {device.arch}"
 
 
-def _best(space: Space, key: Key, device: Device) -> Config:
+def _first(space: Space, key: Key, device: Device) -> Config:
     fitting = space.fitting(key, device)
     if not fitting:
         raise ValueError(f"{space.op}/{space.pass_}: {refusal(space, key, device)}")
@@ -119,41 +130,44 @@ def _best(space: Space, key: Key, device: Device) -> Config:
 
 
 def _default_fwd(key: Key, device: Device) -> Config:
-    return _best(SPACE_FWD, key, device)
+    return _first(SPACE_FWD, key, device)
 
 
 def _default_bwd(key: Key, device: Device) -> Config:
-    return _best(SPACE_BWD, key, device)
+    return _first(SPACE_BWD, key, device)
 
 
-def _configs(rows: int, cols: int, *each: int) -> tuple[Config, ...]:
+def _configs(matrix: str, rows: int, cols: int, *each: int) -> tuple[Config, ...]:
     """Configs of one instance, the default first."""
-    warp = rows <= WARP_SIDE
+    warps = WARPS if rows <= WARP_SIDE else 4 * rows // TILE
     return tuple(
-        Config.make(
-            WARPS if warp else 4 * rows // TILE, 1, "mma" if warp else "wgmma",
-            ROWS=rows, COLS=cols, EACH=blocks,
-        )
-        for blocks in each
-    )  # fmt: skip
+        Config.make(warps, 1, matrix, ROWS=rows, COLS=cols, EACH=blocks) for blocks in each
+    )
 
 
-# EACH: as many as `__launch_bounds__` makes room for in registers, then others.
+# EACH: first as many as registers leave room for by `__launch_bounds__`.
 SPACE_FWD = Space(
     op=OP,
     pass_="fwd",
     backend="cuda",
     configs=(
-        *_configs(16, 16, 0, 8, 16),
-        *_configs(32, 32, 0, 4, 8),
-        *_configs(64, 64, 4, 0, 3, 6),
-        *_configs(64, 128, 2, 0, 3),
-        *_configs(64, 192, 2, 0, 1),
-        *_configs(64, 256, 2, 0, 1),
-        *_configs(128, 128, 2, 0, 1),
-        *_configs(128, 192, 1, 0),
-        *_configs(128, 256, 1, 0),
-        *_configs(256, 256, 1, 0),
+        *_configs("mma", 16, 16, 0, 8, 16),
+        *_configs("mma", 32, 32, 0, 4, 8),
+        *_configs("wgmma", 64, 64, 4, 0, 3),
+        *_configs("wgmma", 64, 128, 2, 0, 3, 4),
+        *_configs("wgmma", 64, 192, 2, 0, 3),
+        *_configs("wgmma", 64, 256, 2, 0),
+        *_configs("wgmma", 128, 128, 2, 0, 1),
+        *_configs("wgmma", 128, 192, 1, 0),
+        *_configs("wgmma", 128, 256, 1, 0),
+        *_configs("wgmma", 256, 256, 1, 0),
+        *(
+            config
+            for rows in (64, 128)
+            for cols in (64, 128, 192, 256)
+            if cols >= rows
+            for config in _configs("mma", rows, cols, 0)
+        ),
     ),
     fits=_fits_fwd,
     bucket=bucket,
@@ -165,14 +179,23 @@ SPACE_BWD = Space(
     pass_="bwd",
     backend="cuda",
     configs=(
-        *_configs(64, 64, 3, 2, 4),
-        *_configs(64, 128, 1, 2),
-        *_configs(64, 192, 1, 2),
-        *_configs(64, 256, 1, 2),
-        *_configs(128, 128, 1),
-        *_configs(128, 192, 1),
-        *_configs(128, 256, 1),
-        *_configs(256, 256, 1),
+        *_configs("mma", 16, 16, 4, 8),
+        *_configs("mma", 32, 32, 3, 4),
+        *_configs("wgmma", 64, 64, 3, 2),
+        *_configs("wgmma", 64, 128, 2, 1),
+        *_configs("wgmma", 64, 192, 2, 1),
+        *_configs("wgmma", 64, 256, 2, 1),
+        *_configs("wgmma", 128, 128, 1),
+        *_configs("wgmma", 128, 192, 1),
+        *_configs("wgmma", 128, 256, 1),
+        *_configs("wgmma", 256, 256, 1),
+        *(
+            config
+            for rows in (64, 128)
+            for cols in (64, 128, 192, 256)
+            if cols >= rows
+            for config in _configs("mma", rows, cols, 2 if rows == 64 else 1)
+        ),
     ),
     fits=_fits_bwd,
     bucket=bucket,
