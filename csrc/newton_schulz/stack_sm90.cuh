@@ -1,8 +1,9 @@
 // A matrix of a stack in shared memory, and the products of Newton–Schulz over it, on Hopper.
 //
 // X is the wide form (rows ≤ cols) in kRowTiles × kColTiles tiles of 64 × 64; warpgroup i of the
-// block owns row tile i of X and of all that has X's rows. Left operands are in registers, right
-// ones in tiles; a product leaves its left operand for the next one in the registers that hold it.
+// block owns row tile i (kOwn row tiles from kOwn·i on) of X and of all that has X's rows. Left
+// operands are in registers, right ones in tiles; a product leaves its left operand for the next
+// one in the registers that hold it.
 //
 // A tall matrix lies in memory as the transpose of X. Its tiles are kept as they come and read
 // across; nothing is transposed.
@@ -17,11 +18,12 @@ namespace fastweights {
 
 constexpr int kScratchBytes = 1024;  // for sums over the block; tiles start on a multiple of it
 
-template <int kRowTiles, int kColTiles, bool kTall>
+template <int kRowTiles, int kColTiles, bool kTall, int kGroups = kRowTiles>
 struct Stack {
   using Compute = half;
   using Gram = Left[kRowTiles];  // a warpgroup's rows of a rows × rows matrix
-  static constexpr int kThreads = 128 * kRowTiles;
+  static constexpr int kThreads = 128 * kGroups;
+  static constexpr int kOwn = kRowTiles / kGroups;
   static constexpr int kBytes = kRowTiles * kColTiles * Tile::kBytes;  // of X
   static constexpr int kGramBytes = kRowTiles * kRowTiles * Tile::kBytes;
   static constexpr int kPieces = kRowTiles * kColTiles * 64 * 8 / kThreads;  // of a thread
@@ -34,11 +36,18 @@ struct Stack {
   int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ static u32 tile(u32 x, int r, int c) {
+  template <typename Tiles>
+  __device__ __forceinline__ static Tiles tile(Tiles x, int r, int c) {
     return x + (kTall ? c * kRowTiles + r : r * kColTiles + c) * Tile::kBytes;
   }
-  __device__ __forceinline__ static u32 gram_tile(u32 a, int r, int c) {
+  template <typename Tiles>
+  __device__ __forceinline__ static Tiles gram_tile(Tiles a, int r, int c) {
     return a + (r * kRowTiles + c) * Tile::kBytes;
+  }
+
+  // The index-th tile of X that this warpgroup owns: column after column.
+  __device__ __forceinline__ u32 own_tile(u32 x, int index) const {
+    return tile(x, kOwn * group + index % kOwn, index / kOwn);
   }
 
   // A thread's i-th piece of eight numbers: its row and first column in memory, its address.
@@ -102,9 +111,10 @@ struct Stack {
     return norm;
   }
 
-  // The tiles to memory.
+  // The tiles times `factor` to memory.
   template <typename T>
-  __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole) const {
+  __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole,
+                                         float factor) const {
 #pragma unroll 4
     for (int i = 0; i < kPieces; ++i) {
       u32 piece[4];
@@ -113,9 +123,59 @@ struct Stack {
       for (int j = 0; j < 4; ++j) {
         float low, high;
         unpack<Compute>(piece[j], low, high);
-        piece[j] = pack<T>(low, high);
+        piece[j] = pack<T>(factor * low, factor * high);
       }
       store_words<4>(target, piece_row(i), piece_col(i), rows, cols, whole, piece);
+    }
+  }
+
+  // The index-th tile that this warpgroup owns of a matrix that is kept in global memory, kBytes of
+  // it. A thread reads back what it wrote itself, so that its own order of stores and loads is all
+  // the order that this needs.
+  __device__ __forceinline__ static void keep(uint4* kept, int index, const Left& rows) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      kept[(4 * index + s) * kThreads + threadIdx.x] =
+          make_uint4(rows.x[s][0], rows.x[s][1], rows.x[s][2], rows.x[s][3]);
+    }
+  }
+  __device__ __forceinline__ static void recall(const uint4* kept, int index, Left& rows) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const uint4 piece = kept[(4 * index + s) * kThreads + threadIdx.x];
+      rows.x[s][0] = piece.x;
+      rows.x[s][1] = piece.y;
+      rows.x[s][2] = piece.z;
+      rows.x[s][3] = piece.w;
+    }
+  }
+
+  // Such a tile to its place in X.
+  __device__ __forceinline__ void put(u32 x, int index, const Left& rows) const {
+    store_left<kTall>(own_tile(x, index), rows, warp, lane);
+  }
+
+  // All of them, out of X and back.
+  __device__ __forceinline__ void keep(u32 x, uint4* kept) const {
+#pragma unroll
+    for (int i = 0; i < kOwn * kColTiles; ++i) {
+      Left rows;
+      load_left<kTall>(own_tile(x, i), rows, warp, lane);
+      keep(kept, i, rows);
+    }
+  }
+  __device__ __forceinline__ void recall(u32 x, const uint4* kept) const {
+    Left rows[kColTiles];
+#pragma unroll
+    for (int first = 0; first < kOwn * kColTiles; first += kColTiles) {
+#pragma unroll
+      for (int i = 0; i < kColTiles; ++i) {
+        recall(kept, first + i, rows[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kColTiles; ++i) {
+        put(x, first + i, rows[i]);
+      }
     }
   }
 
@@ -152,7 +212,8 @@ struct Stack {
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < kColTiles; ++k) {
-        multiply<Compute, kGram, kGram>(sum[0], tile(x, group, k), tile(y, r, k), k > 0);
+        multiply<Compute, kGram, kGram>(sum[0], tile(TileName(x), group, k),
+                                        tile(TileName(y), r, k), k > 0);
       }
       wgmma_commit();
       wgmma_wait<0>(sum);
@@ -197,7 +258,7 @@ struct Stack {
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kRowTiles; ++k) {
-      multiply<Compute, Major::kAcross>(sum[0], left[k], gram_tile(right, k, r), k > 0);
+      multiply<Compute, Major::kAcross>(sum[0], left[k], gram_tile(TileName(right), k, r), k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(sum);
@@ -226,12 +287,8 @@ struct Stack {
   __device__ __forceinline__ void apply(const Gram& left, u32 x, int k, Accumulator& out) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      multiply<Compute, kUpdate>(out, left[r], tile(x, r, k), true);
+      multiply<Compute, kUpdate>(out, left[r], tile(TileName(x), r, k), true);
     }
-  }
-
-  __device__ __forceinline__ void store(u32 x, int k, const Left& rows) const {
-    store_left<kTall>(tile(x, group, k), rows, warp, lane);
   }
 };
 

@@ -37,13 +37,14 @@ def test_newton_schulz_on_the_host(tmp_path: Path) -> None:
     ]  # fmt: skip
     subprocess.run(command, check=True, timeout=120)
     printed = subprocess.run(
-        [str(program)], check=True, timeout=240, capture_output=True, text=True
+        [str(program)], check=True, timeout=400, capture_output=True, text=True
     )
     errors = dict(line.split() for line in printed.stdout.splitlines())
-    assert {name.split("-")[0] for name in errors} == {"small", "tiles", "256", "backward"}
-    # Five steps of fp16 products are 1.1e-3 to 2.7e-3 off; a gradient is compared along a few
-    # directions only, so that its figure scatters.
-    limits = {"backward": 1e-2}
+    names = {"small", "tiles", "256", "formula", "tiles_backward", "256_backward"}
+    assert {name.split("-")[0] for name in errors} == names
+    # Five steps of fp16 products are 1.1e-3 to 2.7e-3 off, and their gradients 2.6e-3 to 4.4e-3. The
+    # formula of the gradient is float64's, and off by what a difference quotient is.
+    limits = {"formula": 1e-7, "tiles_backward": 6e-3, "256_backward": 6e-3}
     wrong = {n: e for n, e in errors.items() if not float(e) < limits.get(n.split("-")[0], 4e-3)}
     assert not wrong
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include <newton_schulz/newton_schulz_256_backward_sm90.cuh>
 #include <newton_schulz/newton_schulz_256_sm90.cuh>
 #include <newton_schulz/newton_schulz_sm80.cuh>
 #include <newton_schulz/newton_schulz_sm90.cuh>
@@ -22,50 +23,93 @@ static Coefficients coefficients() {
   return all;
 }
 
-// The iteration on R × C numbers, R ≤ C or not.
-static Matrix iterate(Matrix x, int rows, int cols) {
-  const auto factors = coefficients();
-  double norm = 0;
-  for (double v : x) {
-    norm += v * v;
+// p·x·y + q·z, x of rows × inner numbers.
+static Matrix combine(double p, const Matrix& x, const Matrix& y, double q, const Matrix& z,
+                      int rows, int inner) {
+  const int cols = int(y.size()) / inner;
+  Matrix out(z);
+  for (int i = 0; i < rows; ++i) {
+    double* const to = &out[i * cols];
+    for (int j = 0; j < cols; ++j) {
+      to[j] *= q;
+    }
+    for (int k = 0; k < inner; ++k) {
+      const double factor = p * x[i * inner + k];
+      const double* const from = &y[k * cols];
+      for (int j = 0; j < cols; ++j) {
+        to[j] += factor * from[j];
+      }
+    }
   }
-  norm = std::sqrt(norm) + kEps;
+  return out;
+}
+static Matrix transposed(const Matrix& x, int rows, int cols) {
+  Matrix out(x.size());
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < cols; ++j) {
+      out[j * rows + i] = x[i * cols + j];
+    }
+  }
+  return out;
+}
+static double dot(const Matrix& x, const Matrix& y) {
+  double sum = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    sum += x[i] * y[i];
+  }
+  return sum;
+}
+
+// A = x·xᵀ and B = b·A + c·A².
+struct Polynomial {
+  Matrix a, b;
+
+  Polynomial(const Matrix& x, int rows, int cols, const float (&f)[3]) {
+    const Matrix none(rows * rows);
+    a = combine(1, x, transposed(x, rows, cols), 0, none, rows, cols);
+    b = combine(f[2], a, a, f[1], a, rows, rows);
+  }
+};
+
+// The iterates of R × C numbers, R ≤ C or not: the first and that after each step.
+static std::vector<Matrix> iterates(Matrix x, int rows, int cols) {
+  const auto factors = coefficients();
+  const double norm = std::sqrt(dot(x, x)) + kEps;
   for (double& v : x) {
     v /= norm;
   }
-  Matrix gram(rows * rows), square(rows * rows), next(rows * cols);
+  std::vector<Matrix> all{x};
   for (int step = 0; step < kSteps; ++step) {
     const auto& f = factors.of_step[step];
-    auto dot = [](const double* a, const double* b, int n) {
-      double sum = 0;
-      for (int k = 0; k < n; ++k) {
-        sum += a[k] * b[k];
-      }
-      return sum;
-    };
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < rows; ++j) {
-        gram[i * rows + j] = dot(&x[i * cols], &x[j * cols], cols);
-      }
-    }
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < rows; ++j) {  // symmetric: rows stand for columns
-        square[i * rows + j] =
-            f[1] * gram[i * rows + j] + f[2] * dot(&gram[i * rows], &gram[j * rows], rows);
-      }
-    }
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < cols; ++j) {
-        double sum = f[0] * x[i * cols + j];
-        for (int k = 0; k < rows; ++k) {
-          sum += square[i * rows + k] * x[k * cols + j];
-        }
-        next[i * cols + j] = sum;
-      }
-    }
-    x = next;
+    const Matrix& at = all.back();
+    all.push_back(combine(1, Polynomial(at, rows, cols, f).b, at, f[0], at, rows, rows));
   }
-  return x;
+  return all;
+}
+static Matrix iterate(const Matrix& x, int rows, int cols) {
+  return iterates(x, rows, cols).back();
+}
+
+// The gradient of ⟨dy, iterate(x)⟩ in x.
+static Matrix gradient(const Matrix& x, Matrix grad, int rows, int cols) {
+  const auto factors = coefficients();
+  const auto all = iterates(x, rows, cols);
+  for (int step = kSteps - 1; step >= 0; --step) {
+    const auto& f = factors.of_step[step];
+    const Matrix& at = all[step];
+    const Polynomial of(at, rows, cols, f);
+    Matrix s = combine(1, grad, transposed(at, rows, cols), 0, of.a, rows, cols);
+    s = combine(1, at, transposed(grad, rows, cols), 1, s, rows, cols);
+    const Matrix half = combine(f[2], of.a, s, f[1], s, rows, rows);
+    const Matrix both = combine(f[2], s, of.a, 1, half, rows, rows);
+    const Matrix scaled = combine(1, of.b, grad, f[0], grad, rows, rows);
+    grad = combine(1, both, at, 1, scaled, rows, rows);
+  }
+  const double norm = std::sqrt(dot(x, x)), along = dot(grad, all[0]);
+  for (size_t i = 0; i < x.size(); ++i) {
+    grad[i] = grad[i] / (norm + kEps) - all[0][i] * along / norm;
+  }
+  return grad;
 }
 
 static float normal() {
@@ -143,42 +187,69 @@ static void small(int rows, int cols) {
   forward<T>("small", 6, rows, cols, 128, 4 * kTiles, newton_schulz_small<kTiles, T>);
 }
 
-// ⟨dx, v⟩ against the difference quotient of ⟨dy, iterate(x + h·v)⟩, for random v.
-template <int kRowTiles, int kColTiles, bool kTall, typename T>
-static void backward(int rows, int cols, int kept) {
-  Stack16<T> x(2, rows, cols, 1.0f), dy(2, rows, cols, 1e-3f), dx(2, rows, cols, 0.0f);
+// The formula of the gradient against a difference quotient.
+static void formula(int rows, int cols) {
+  constexpr double kStep = 1e-5;
+  const Stack16<half> x(1, rows, cols, 1.0f), dy(1, rows, cols, 1.0f), v(1, rows, cols, 1.0f);
+  const Matrix at = x.matrix(0), upstream = dy.matrix(0), along = v.matrix(0);
+  Matrix up = at, down = at;
+  for (size_t i = 0; i < at.size(); ++i) {
+    up[i] += kStep * along[i];
+    down[i] -= kStep * along[i];
+  }
+  const double want =
+      (dot(upstream, iterate(up, rows, cols)) - dot(upstream, iterate(down, rows, cols))) /
+      (2 * kStep);
+  const double got = dot(gradient(at, upstream, rows, cols), along);
+  std::printf("formula-%dx%d %.3e\n", rows, cols, std::abs(got - want) / std::abs(want));
+}
+
+template <typename T, typename Kernel>
+static void backward(const std::string& kernel, const std::string& config, int count, int rows,
+                     int cols, int threads, size_t ring_bytes, Kernel run) {
+  Stack16<T> x(count, rows, cols, 1.0f), dy(count, rows, cols, 1e-3f), dx(count, rows, cols, 0.0f);
   for (T& v : dx.x) {
     v = {0x7fff};
   }
+  std::vector<uint4> ring(ring_bytes / sizeof(uint4), uint4{0x7fff7fff, 0x7fff7fff, 0, 0});
   const auto factors = coefficients();
-  run_block(128 * kRowTiles, [&] {
-    newton_schulz_backward<kRowTiles, kColTiles, kTall, T>(x.x.data(), dy.x.data(), dx.x.data(),
-                                                           x.count, rows, cols, kSteps, kept, kEps,
-                                                           cols % 8 == 0, factors);
+  run_block(threads, [&] {
+    run(x.x.data(), dy.x.data(), dx.x.data(), ring.data(), count, rows, cols, cols % 8 == 0,
+        factors);
   });
-  constexpr double kStep = 1e-5;
   double error = 0, norm = 0;
-  for (int n = 0; n < x.count; ++n) {
-    const Matrix at = x.matrix(n), upstream = dy.matrix(n), grad = dx.matrix(n);
-    for (int repeat = 0; repeat < 8; ++repeat) {
-      Matrix up = at, down = at;
-      double slope = 0, want = 0;
-      for (size_t i = 0; i < at.size(); ++i) {
-        const double v = normal();
-        up[i] += kStep * v;
-        down[i] -= kStep * v;
-        slope += grad[i] * v;
-      }
-      up = iterate(up, rows, cols);
-      down = iterate(down, rows, cols);
-      for (size_t i = 0; i < at.size(); ++i) {
-        want += upstream[i] * (up[i] - down[i]) / (2 * kStep);
-      }
-      error += (slope - want) * (slope - want);
-      norm += want * want;
+  for (int n = 0; n < count; ++n) {
+    const Matrix got = dx.matrix(n), want = gradient(x.matrix(n), dy.matrix(n), rows, cols);
+    for (size_t i = 0; i < want.size(); ++i) {
+      error += (got[i] - want[i]) * (got[i] - want[i]);
+      norm += want[i] * want[i];
     }
   }
-  std::printf("backward-%dx%d-%s-%d %.3e\n", rows, cols, name<T>(), kept, std::sqrt(error / norm));
+  std::printf("%s-%dx%d-%s%s %.3e\n", kernel.c_str(), rows, cols, name<T>(), config.c_str(),
+              std::sqrt(error / norm));
+}
+
+template <int kRowTiles, int kColTiles, bool kTall, typename T>
+static void tiles_backward(int count, int rows, int cols, int kept) {
+  const size_t waiting =
+      std::max(kSteps - kept, 0) * size_t(Stack<kRowTiles, kColTiles, kTall>::kBytes);
+  backward<T>("tiles_backward", "-" + std::to_string(kept), count, rows, cols, 128 * kRowTiles,
+              waiting,
+              [=](const T* x, const T* dy, T* dx, uint4* ring, long long count, int rows, int cols,
+                  int whole, const Coefficients& factors) {
+                newton_schulz_backward<kRowTiles, kColTiles, kTall, T>(
+                    x, dy, dx, ring, count, rows, cols, kSteps, kept, kEps, whole, factors);
+              });
+}
+template <bool kTall, typename T>
+static void whole_backward(int count, int rows, int cols) {
+  backward<T>("256_backward", "", count, rows, cols, 256,
+              (kSteps + 1) * size_t(Stack<4, 4, kTall>::kBytes),
+              [](const T* x, const T* dy, T* dx, uint4* ring, long long count, int rows, int cols,
+                 int whole, const Coefficients& factors) {
+                newton_schulz_256_backward<kTall, T>(x, dy, dx, ring, count, rows, cols, kSteps,
+                                                     kEps, whole, factors);
+              });
 }
 
 int main() {
@@ -199,10 +270,20 @@ int main() {
   whole<false, half>(256, 256);
   whole<false, bfloat16>(130, 250);
   whole<true, half>(256, 140);
-  backward<1, 1, false, half>(48, 64, 5);
-  backward<1, 1, false, half>(48, 64, 3);
-  backward<1, 1, true, bfloat16>(48, 33, 2);
-  backward<1, 2, true, half>(100, 40, 5);
-  backward<2, 2, false, half>(66, 70, 4);
-  backward<2, 2, true, half>(90, 72, 5);
+  formula(19, 30);
+  formula(30, 19);
+  tiles_backward<1, 1, false, half>(2, 48, 64, 5);
+  tiles_backward<1, 1, false, half>(2, 48, 64, 3);
+  tiles_backward<1, 1, true, bfloat16>(2, 48, 33, 1);
+  tiles_backward<1, 2, true, half>(2, 100, 40, 5);
+  tiles_backward<1, 4, false, half>(2, 64, 256, 4);
+  tiles_backward<1, 4, true, bfloat16>(1, 251, 61, 1);
+  tiles_backward<2, 2, false, half>(1, 66, 70, 2);
+  tiles_backward<2, 2, true, half>(2, 90, 72, 3);
+  tiles_backward<2, 3, false, bfloat16>(1, 120, 184, 2);
+  tiles_backward<2, 4, false, half>(1, 128, 256, 1);
+  tiles_backward<2, 4, true, half>(1, 243, 101, 1);
+  whole_backward<false, half>(1, 256, 256);
+  whole_backward<false, bfloat16>(2, 200, 200);
+  whole_backward<true, half>(1, 256, 140);
 }
