@@ -52,10 +52,10 @@ struct BackwardPart {
   }
 
   __device__ __forceinline__ void store(u32 triangle, const Left (&tiles)[kTiles]) const {
+    const u32 base = fresh(triangle);
     repeat<kTiles>([&](auto i_) {
       constexpr int i = decltype(i_)::value;
-      store_left<false>(triangle + Triangle::offset(row(i), col(i)), tiles[i], stack.warp,
-                        stack.lane);
+      store_left<false>(base + Triangle::offset(row(i), col(i)), tiles[i], stack.warp, stack.lane);
     });
   }
 
@@ -67,9 +67,10 @@ struct BackwardPart {
     }
   }
   __device__ __forceinline__ void put(u32 column, const Left (&own)[S::kOwn]) const {
+    const u32 base = fresh(column + kOwnBytes);
 #pragma unroll
     for (int j = 0; j < S::kOwn; ++j) {
-      store_left<kTall>(column + kOwnBytes + j * Tile::kBytes, own[j], stack.warp, stack.lane);
+      store_left<kTall>(base + j * Tile::kBytes, own[j], stack.warp, stack.lane);
     }
   }
 
@@ -112,8 +113,8 @@ struct BackwardPart {
         constexpr int r = row(decltype(i)::value), c = col(decltype(i)::value);
         multiply<half, S::kGram, S::kGram>(d, S::tile(values, r, 0), S::tile(values, c, 0), k > 0);
       });
-      wgmma_wait<0>(sum);
     }
+    wgmma_wait<0>(sum);
     round(sum, tiles);
   }
 
@@ -128,9 +129,10 @@ struct BackwardPart {
   // b·M + c·(sum of products), in place of the triangle M; all threads are through with it.
   __device__ __forceinline__ void mix_into(u32 triangle, float b, float c,
                                            const Accumulator (&sum)[kTiles]) const {
+    const u32 base = fresh(triangle);
     repeat<kTiles>([&](auto i_) {
       constexpr int i = decltype(i_)::value;
-      const u32 tile = triangle + Triangle::offset(row(i), col(i));
+      const u32 tile = base + Triangle::offset(row(i), col(i));
       Left own;
       load_left<false>(tile, own, stack.warp, stack.lane);
       mix<half>(own, b, c, sum[i]);
@@ -198,9 +200,10 @@ struct BackwardPart {
     for (int k = 0; k < 4; ++k) {
       Left own[S::kOwn];
       Accumulator sum[S::kOwn];
+      const u32 base = fresh(x);
 #pragma unroll
       for (int j = 0; j < S::kOwn; ++j) {
-        load_left<kTall>(stack.own_tile(x, S::kOwn * k + j), own[j], stack.warp, stack.lane);
+        load_left<kTall>(stack.own_tile(base, S::kOwn * k + j), own[j], stack.warp, stack.lane);
         widen<half>(own[j], f[0], sum[j]);
       }
       wgmma_begin();
@@ -211,7 +214,7 @@ struct BackwardPart {
 #pragma unroll
       for (int j = 0; j < S::kOwn; ++j) {
         round_to_left<half>(sum[j], own[j]);
-        store_left<kTall>(stack.own_tile(x, S::kOwn * k + j), own[j], stack.warp, stack.lane);
+        stack.put(base, S::kOwn * k + j, own[j]);
       }
     }
     S::publish();

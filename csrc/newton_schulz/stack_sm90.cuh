@@ -133,16 +133,17 @@ struct Stack {
   // it. A thread reads back what it wrote itself, so that its own order of stores and loads is all
   // the order that this needs.
   __device__ __forceinline__ static void keep(uint4* kept, int index, const Left& rows) {
+    uint4* const own = kept + 4 * index * kThreads + threadIdx.x;
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      kept[(4 * index + s) * kThreads + threadIdx.x] =
-          make_uint4(rows.x[s][0], rows.x[s][1], rows.x[s][2], rows.x[s][3]);
+      own[s * kThreads] = make_uint4(rows.x[s][0], rows.x[s][1], rows.x[s][2], rows.x[s][3]);
     }
   }
   __device__ __forceinline__ static void recall(const uint4* kept, int index, Left& rows) {
+    const uint4* const own = kept + 4 * index * kThreads + threadIdx.x;
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const uint4 piece = kept[(4 * index + s) * kThreads + threadIdx.x];
+      const uint4 piece = own[s * kThreads];
       rows.x[s][0] = piece.x;
       rows.x[s][1] = piece.y;
       rows.x[s][2] = piece.z;
@@ -157,7 +158,7 @@ struct Stack {
 
   // All of them, out of X and back.
   __device__ __forceinline__ void keep(u32 x, uint4* kept) const {
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < kOwn * kColTiles; ++i) {
       Left rows;
       load_left<kTall>(own_tile(x, i), rows, warp, lane);
@@ -166,7 +167,7 @@ struct Stack {
   }
   __device__ __forceinline__ void recall(u32 x, const uint4* kept) const {
     Left rows[kColTiles];
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < kOwn * kColTiles; first += kColTiles) {
 #pragma unroll
       for (int i = 0; i < kColTiles; ++i) {
