@@ -1,4 +1,5 @@
 // Every instance of the Newton–Schulz kernels that a call can ask for, for ahead-of-time builds.
+#include "newton_schulz_256_backward_sm90.cuh"
 #include "newton_schulz_256_sm90.cuh"
 #include "newton_schulz_sm80.cuh"
 #include "newton_schulz_sm90.cuh"
@@ -27,11 +28,13 @@ namespace fastweights {
   STACK_TALL(kernel, type, true)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // sm_90a, which alone has wgmma
-#define ARCHITECTURE(type)                \
-  STACK(newton_schulz, type)              \
-  STACK(newton_schulz_backward, type)     \
-  ADDRESS(newton_schulz_256<false, type>) \
-  ADDRESS(newton_schulz_256<true, type>)
+#define ARCHITECTURE(type)                         \
+  STACK(newton_schulz, type)                       \
+  STACK(newton_schulz_backward, type)              \
+  ADDRESS(newton_schulz_256<false, type>)          \
+  ADDRESS(newton_schulz_256<true, type>)           \
+  ADDRESS(newton_schulz_256_backward<false, type>) \
+  ADDRESS(newton_schulz_256_backward<true, type>)
 #else
 #define ARCHITECTURE(type)         \
   STACK(newton_schulz_stack, type) \

@@ -29,14 +29,21 @@ struct Triangle {
     }
   }
 
-  // d (+)= (block (r, k))·(block (k, c)).
-  template <int r, int k, int c>
-  __device__ __forceinline__ static void multiply_blocks(Accumulator& d, u32 base,
-                                                         bool accumulate) {
+  // d (+)= (block (r, k))·tile.
+  template <int r, int k, Major kRight>
+  __device__ __forceinline__ static void multiply_tile(Accumulator& d, TileName one, TileName tile,
+                                                       bool accumulate) {
     constexpr Major kLeft = r >= k ? Major::kAlongK : Major::kAcross;
+    multiply<half, kLeft, kRight>(d, one + (r >= k ? offset(r, k) : offset(k, r)), tile,
+                                  accumulate);
+  }
+
+  // d (+)= (block (r, k) of one)·(block (k, c) of other).
+  template <int r, int k, int c>
+  __device__ __forceinline__ static void multiply_blocks(Accumulator& d, TileName one,
+                                                         TileName other, bool accumulate) {
     constexpr Major kRight = k >= c ? Major::kAcross : Major::kAlongK;
-    multiply<half, kLeft, kRight>(d, base + (r >= k ? offset(r, k) : offset(k, r)),
-                                  base + (k >= c ? offset(k, c) : offset(c, k)), accumulate);
+    multiply_tile<r, k, kRight>(d, one, other + (k >= c ? offset(k, c) : offset(c, k)), accumulate);
   }
 };
 
@@ -67,11 +74,12 @@ struct Part {
   // Tile kTile of X·Xᵀ.
   template <int kTile>
   __device__ __forceinline__ void gram(u32 x, Accumulator (&sum)[1]) const {
+    const TileName tiles(x);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      multiply<half, S::kGram, S::kGram>(sum[0], S::tile(x, row(kTile), k),
-                                         S::tile(x, col(kTile), k), k > 0);
+      multiply<half, S::kGram, S::kGram>(sum[0], S::tile(tiles, row(kTile), k),
+                                         S::tile(tiles, col(kTile), k), k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(sum);
@@ -80,10 +88,11 @@ struct Part {
   // Tile kTile of A².
   template <int kTile>
   __device__ __forceinline__ void square(u32 a, Accumulator (&sum)[1]) const {
+    const TileName tiles(a);
     wgmma_begin();
     repeat<4>([&](auto k_) {
       constexpr int k = decltype(k_)::value;
-      Triangle::multiply_blocks<row(kTile), k, col(kTile)>(sum[0], a, k > 0);
+      Triangle::multiply_blocks<row(kTile), k, col(kTile)>(sum[0], tiles, tiles, k > 0);
     });
     wgmma_commit();
     wgmma_wait<0>(sum);
@@ -125,12 +134,13 @@ struct Part {
       constexpr int c = decltype(c_)::value;
       Accumulator sum[1];
       Left own;
+      const TileName tiles(x);
       load_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
       widen<half>(own, f[0], sum[0]);
       wgmma_begin();
       repeat<4>([&](auto k_) {
         constexpr int k = decltype(k_)::value;
-        multiply<half, S::kUpdate>(sum[0], left[k], S::tile(x, k, c), true);
+        multiply<half, S::kUpdate>(sum[0], left[k], S::tile(tiles, k, c), true);
       });
       wgmma_commit();
       wgmma_wait<0>(sum);
@@ -142,22 +152,18 @@ struct Part {
   }
 };
 
-template <int kWho, bool kTall, typename T>
-__device__ __forceinline__ void serve_256(const T* x, T* y, long long count, int rows, int cols,
-                                          int steps, float eps, int whole,
-                                          const Coefficients& coefficients, u32 x_tiles,
-                                          float* scratch) {
-  using S = Stack<4, 4, kTall>;
-  const S stack;
-  const Part<kWho, kTall> part;
-  const u32 a_tiles = x_tiles + S::kBytes;
-  for (long long n = blockIdx.x; n < count; n += gridDim.x) {
-    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
-    S::publish();
-    for (int step = 0; step < steps; ++step) {
-      part.step(x_tiles, a_tiles, coefficients.of_step[step]);
-    }
-    stack.unload(x_tiles, y + n * rows * cols, rows, cols, whole);
+// Calls f(Index<w>{}), w this thread's warpgroup of the four.
+template <typename F>
+__device__ __forceinline__ void by_warpgroup(F&& f) {
+  switch (threadIdx.x / 128) {
+    case 0:
+      return f(Index<0>{});
+    case 1:
+      return f(Index<1>{});
+    case 2:
+      return f(Index<2>{});
+    default:
+      return f(Index<3>{});
   }
 }
 
@@ -167,22 +173,23 @@ __global__ void __launch_bounds__(512, 1)
     newton_schulz_256(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
                       int cols, int steps, float eps, int whole,
                       const __grid_constant__ Coefficients coefficients) {
+  using S = Stack<4, 4, kTall>;
   extern __shared__ __align__(1024) unsigned char memory[];
   float* const scratch = reinterpret_cast<float*>(memory);
-  const u32 tiles = shared_address(memory) + kScratchBytes;
-  switch (threadIdx.x / 128) {
-    case 0:
-      return serve_256<0, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
-                                 scratch);
-    case 1:
-      return serve_256<1, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
-                                 scratch);
-    case 2:
-      return serve_256<2, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
-                                 scratch);
-    default:
-      return serve_256<3, kTall>(x, y, count, rows, cols, steps, eps, whole, coefficients, tiles,
-                                 scratch);
+  const S stack;
+  const u32 x_tiles = shared_address(memory) + kScratchBytes;
+  const u32 a_tiles = x_tiles + S::kBytes;
+
+  for (long long n = blockIdx.x; n < count; n += gridDim.x) {
+    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    S::publish();
+    by_warpgroup([&](auto who) {
+      const Part<decltype(who)::value, kTall> part;
+      for (int step = 0; step < steps; ++step) {
+        part.step(x_tiles, a_tiles, coefficients.of_step[step]);
+      }
+    });
+    stack.unload(x_tiles, y + n * rows * cols, rows, cols, whole);
   }
 }
 

@@ -162,7 +162,7 @@ __device__ __forceinline__ float load_scaled(Fragments<kTiles>& x, const T* sour
     }
   }
   const float norm = sqrtf(warp_sum(square));
-  const float factor = norm > 0.0f ? scale / (norm + eps) : 0.0f;
+  const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(128, 3)
     }
     along = warp_sum(along);
     const float unscaled = upstream / kScale;
-    const float p = norm > 0.0f ? unscaled / (norm + eps) : 0.0f;
-    const float q = norm > 0.0f ? -unscaled * along / norm : 0.0f;
+    const float p = norm == 0.0f ? 0.0f : unscaled / (norm + eps);
+    const float q = norm == 0.0f ? 0.0f : -unscaled * along / norm;
 #pragma unroll
     for (int i = 0; i < 4 * kTiles * kTiles; ++i) {
       u32& word = grad.x[i / 4 / kTiles][i / 4 % kTiles][i % 4];

@@ -30,7 +30,7 @@ __device__ __forceinline__ void newton_schulz_step(const Stack<kRowTiles, kColTi
   __syncthreads();  // all products with x are through
 #pragma unroll
   for (int k = 0; k < kColTiles; ++k) {
-    stack.store(y, k, updated[k]);
+    stack.put(y, k, updated[k]);
   }
   S::publish();
 }
@@ -65,14 +65,15 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1    
 // from the last step to the first, with A, B = b·A + c·A² of that step's X:
 //   dZ = dX·Xᵀ, S = dZ + dZᵀ, dA + dAᵀ = b·S + c·(A·S + S·A), dX ← a·dX + B·dX + (dA + dAᵀ)·X.
 // It is linear in dy, so dy is brought to norm kScale first: 16 bits have the range for that.
-// Iterates from number `kept` − 1 on share one place, and are formed again from the one before it.
-// Dynamic shared memory: kScratchBytes, two rows × rows matrices, dX, and `kept` ≥ 2 iterates (1 if
-// `steps` is 1).
+// Iterates from number `kept` − 1 on share one place of shared memory; each waits in `ring` while a
+// later one is there. `ring` is for a block (steps − kept)·kBytes, and unread if `kept` ≥ `steps`.
+// Dynamic shared memory: kScratchBytes, two rows × rows matrices, dX, and `kept` ≥ 1 iterates.
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
 __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3 : 1)
     newton_schulz_backward(const T* __restrict__ x, const T* __restrict__ dy, T* __restrict__ dx,
-                           long long count, int rows, int cols, int steps, int kept, float eps,
-                           int whole, const __grid_constant__ Coefficients coefficients) {
+                           uint4* ring, long long count, int rows, int cols, int steps, int kept,
+                           float eps, int whole,
+                           const __grid_constant__ Coefficients coefficients) {
   using S = Stack<kRowTiles, kColTiles, kTall>;
   constexpr float kScale = 0.125f;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -83,6 +84,10 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
   const u32 d_tiles = p_tiles + S::kGramBytes;
   const u32 iterates = d_tiles + S::kBytes;
   auto iterate = [&](int step) { return iterates + min(step, kept - 1) * S::kBytes; };
+  auto waiting = [&](int step) {
+    const long long place = blockIdx.x * (long long)(steps - kept) + (step - (kept - 1));
+    return ring + place * (S::kBytes / 16);
+  };
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     const long long offset = n * rows * cols;
@@ -90,13 +95,14 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
     const float upstream =
         stack.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
     S::publish();
-    for (int step = steps - 1; step >= 0; --step) {
-      // The first time all of them, then those that later ones have overwritten.
-      int from = step + 1 == steps ? 0 : (step + 1 >= kept ? kept - 2 : step);
-      for (; from < step; ++from) {
-        newton_schulz_step(stack, iterate(from), iterate(from + 1), a_tiles,
-                           coefficients.of_step[from]);
+    for (int step = 0; step + 1 < steps; ++step) {
+      if (step + 1 >= kept) {
+        stack.keep(iterate(step), waiting(step));
       }
+      newton_schulz_step(stack, iterate(step), iterate(step + 1), a_tiles,
+                         coefficients.of_step[step]);
+    }
+    for (int step = steps - 1; step >= 0; --step) {
       const u32 x_tiles = iterate(step);
       const float (&f)[3] = coefficients.of_step[step];
       typename S::Gram gram, polynomial, grad, mixed;
@@ -138,40 +144,46 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < kColTiles; ++k) {
-        stack.store(d_tiles, k, updated[k]);
+        stack.put(d_tiles, k, updated[k]);
+      }
+      if (step >= kept) {
+        stack.recall(x_tiles, waiting(step - 1));
       }
       S::publish();
     }
 
     // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
-    u32 grads[S::kPieces][4], values[S::kPieces][4];
     float along = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < S::kPieces; ++i) {
-      load_shared(S::piece_address(d_tiles, i), grads[i]);
-      load_shared(S::piece_address(iterates, i), values[i]);
+      u32 grads[4], values[4];
+      load_shared(S::piece_address(d_tiles, i), grads);
+      load_shared(S::piece_address(iterates, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
-        unpack<half>(grads[i][j], g0, g1);
-        unpack<half>(values[i][j], v0, v1);
+        unpack<half>(grads[j], g0, g1);
+        unpack<half>(values[j], v0, v1);
         along += g0 * v0 + g1 * v1;
       }
     }
     along = S::block_sum(along, scratch);
     const float unscaled = upstream / kScale;
-    const float p = norm > 0.0f ? unscaled / (norm + eps) : 0.0f;
-    const float q = norm > 0.0f ? -unscaled * along / norm : 0.0f;
-#pragma unroll
+    const float p = norm == 0.0f ? 0.0f : unscaled / (norm + eps);
+    const float q = norm == 0.0f ? 0.0f : -unscaled * along / norm;
+#pragma unroll 2
     for (int i = 0; i < S::kPieces; ++i) {
+      u32 grads[4], values[4];
+      load_shared(S::piece_address(d_tiles, i), grads);
+      load_shared(S::piece_address(iterates, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
-        unpack<half>(grads[i][j], g0, g1);
-        unpack<half>(values[i][j], v0, v1);
-        grads[i][j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
+        unpack<half>(grads[j], g0, g1);
+        unpack<half>(values[j], v0, v1);
+        grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
       }
-      store_words<4>(dx + offset, S::piece_row(i), S::piece_col(i), rows, cols, whole, grads[i]);
+      store_words<4>(dx + offset, S::piece_row(i), S::piece_col(i), rows, cols, whole, grads);
     }
   }
 }

@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
     }
     along = S::block_sum(along, scratch);
     const float unscaled = upstream / kScale;
-    const float p = norm > 0.0f ? unscaled / (norm + eps) : 0.0f;
-    const float q = norm > 0.0f ? -unscaled * along / norm : 0.0f;
+    const float p = norm == 0.0f ? 0.0f : unscaled / (norm + eps);
+    const float q = norm == 0.0f ? 0.0f : -unscaled * along / norm;
 #pragma unroll 1
     for (int i = 0; i < S::kPieces; ++i) {
       u32 grads[4], values[4];

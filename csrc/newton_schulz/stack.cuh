@@ -1,7 +1,7 @@
 // A matrix of a stack in shared memory, and what every kernel over it does alike.
 //
 // X is the wide form (rows ≤ cols) in kRowTiles × kColTiles tiles of 64 × 64. Four warps, a group,
-// own a row of tiles of X and of all that has X's rows, 16 rows each.
+// own kOwn rows of tiles of X and of all that has X's rows, 16 rows each.
 //
 // A tall matrix lies in memory as the transpose of X. Its tiles are kept as they come and read
 // across; nothing is transposed.
@@ -15,11 +15,12 @@ namespace fastweights {
 
 constexpr int kScratchBytes = 1024;  // for sums over the block; tiles start on a multiple of it
 
-template <int kRowTiles, int kColTiles, bool kTall>
+template <int kRowTiles, int kColTiles, bool kTall, int kGroups = kRowTiles>
 struct StackTiles {
   using Compute = half;
   using Gram = Left[kRowTiles];  // a group's rows of a rows × rows matrix
-  static constexpr int kThreads = 128 * kRowTiles;
+  static constexpr int kThreads = 128 * kGroups;
+  static constexpr int kOwn = kRowTiles / kGroups;
   static constexpr int kBytes = kRowTiles * kColTiles * Tile::kBytes;  // of X
   static constexpr int kGramBytes = kRowTiles * kRowTiles * Tile::kBytes;
   static constexpr int kPieces = kRowTiles * kColTiles * 64 * 8 / kThreads;  // of a thread
@@ -32,11 +33,18 @@ struct StackTiles {
   int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ static u32 tile(u32 x, int r, int c) {
+  template <typename Tiles>
+  __device__ __forceinline__ static Tiles tile(Tiles x, int r, int c) {
     return x + (kTall ? c * kRowTiles + r : r * kColTiles + c) * Tile::kBytes;
   }
-  __device__ __forceinline__ static u32 gram_tile(u32 a, int r, int c) {
+  template <typename Tiles>
+  __device__ __forceinline__ static Tiles gram_tile(Tiles a, int r, int c) {
     return a + (r * kRowTiles + c) * Tile::kBytes;
+  }
+
+  // The index-th tile of X that this group owns: column after column.
+  __device__ __forceinline__ u32 own_tile(u32 x, int index) const {
+    return tile(x, kOwn * group + index % kOwn, index / kOwn);
   }
 
   // A thread's i-th piece of eight numbers: its row and first column in memory, its address.
@@ -79,7 +87,7 @@ struct StackTiles {
       }
     }
     const float norm = sqrtf(block_sum(square, scratch));
-    const float factor = norm > 0.0f ? scale / (norm + eps) : 0.0f;
+    const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps);
 #pragma unroll 1
     for (int first = 0; first < kPieces; first += kAtOnce) {
 #pragma unroll
@@ -100,9 +108,10 @@ struct StackTiles {
     return norm;
   }
 
-  // The tiles to memory.
+  // The tiles times `factor` to memory.
   template <typename T>
-  __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole) const {
+  __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole,
+                                         float factor = 1.0f) const {
 #pragma unroll 4
     for (int i = 0; i < kPieces; ++i) {
       u32 piece[4];
@@ -111,9 +120,31 @@ struct StackTiles {
       for (int j = 0; j < 4; ++j) {
         float low, high;
         unpack<Compute>(piece[j], low, high);
-        piece[j] = pack<T>(low, high);
+        piece[j] = pack<T>(factor * low, factor * high);
       }
       store_words<4>(target, piece_row(i), piece_col(i), rows, cols, whole, piece);
+    }
+  }
+
+  // The index-th tile that this group owns of a matrix that is kept in global memory, kBytes of
+  // it. A thread reads back what it wrote itself, so that its own order of stores and loads is all
+  // the order that this needs.
+  __device__ __forceinline__ static void keep(uint4* kept, int index, const Left& rows) {
+    uint4* const own = kept + 4 * index * kThreads + threadIdx.x;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      own[s * kThreads] = make_uint4(rows.x[s][0], rows.x[s][1], rows.x[s][2], rows.x[s][3]);
+    }
+  }
+  __device__ __forceinline__ static void recall(const uint4* kept, int index, Left& rows) {
+    const uint4* const own = kept + 4 * index * kThreads + threadIdx.x;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const uint4 piece = own[s * kThreads];
+      rows.x[s][0] = piece.x;
+      rows.x[s][1] = piece.y;
+      rows.x[s][2] = piece.z;
+      rows.x[s][3] = piece.w;
     }
   }
 

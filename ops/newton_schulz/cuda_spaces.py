@@ -137,9 +137,12 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return _first(SPACE_BWD, key, device)
 
 
-def _configs(matrix: str, rows: int, cols: int, *each: int) -> tuple[Config, ...]:
-    """Configs of one instance, the default first."""
-    warps = WARPS if rows <= WARP_SIDE else 4 * rows // TILE
+def _configs(
+    matrix: str, rows: int, cols: int, *each: int, warps: int | None = None
+) -> tuple[Config, ...]:
+    """Configs of one instance, the default first; four warps own a row of tiles."""
+    if warps is None:
+        warps = WARPS if rows <= WARP_SIDE else 4 * rows // TILE
     return tuple(
         Config.make(warps, 1, matrix, ROWS=rows, COLS=cols, EACH=blocks) for blocks in each
     )
@@ -188,7 +191,7 @@ SPACE_BWD = Space(
         *_configs("wgmma", 128, 128, 1),
         *_configs("wgmma", 128, 192, 1),
         *_configs("wgmma", 128, 256, 1),
-        *_configs("wgmma", 256, 256, 1),
+        *_configs("wgmma", 256, 256, 1, warps=8),  # they own two
         *(
             config
             for rows in (64, 128)

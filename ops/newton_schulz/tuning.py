@@ -74,8 +74,13 @@ MAX_STACK = {
     ("triton", "bwd", 1, 64 * 256): 1024,
     ("triton", "bwd", 0, 32 * 64): 32,
     ("triton", "bwd", 0, 64 * 64): 4096,
-    ("cuda", "fwd", 1, 128 * 128): 8,
-    ("cuda", "fwd", 1, 256 * 256): 64,
+    ("cuda", "fwd", 1, 128 * 128): 48,
+    ("cuda", "fwd", 1, 128 * 192): 40,
+    ("cuda", "fwd", 1, 128 * 256): 40,
+    ("cuda", "bwd", 1, 64 * 64): 16,
+    ("cuda", "bwd", 1, 64 * 128): 8,
+    ("cuda", "bwd", 1, 128 * 256): 64,
+    ("cuda", "bwd", 1, 256 * 256): 64,
 }
 MAX_STACK_SYMMETRIC = 96
 MAX_STACK_FACTOR = 4096

@@ -32,6 +32,13 @@ __device__ __forceinline__ void load_shared(u32 address, u32 (&x)[4]) {
                : "memory");
 }
 
+// One word, read anew at each call.
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 x;
+  asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Four 8 × 8 matrices of 16-bit numbers; thread t gives the address of row t % 8 of matrix t / 8,
 // and holds two neighbours of row t / 4 of each (of column t / 4, if transposed).
 template <bool kTransposed>

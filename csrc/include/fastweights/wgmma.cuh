@@ -14,6 +14,20 @@ __device__ __forceinline__ u64 tile_descriptor(u32 address) {
   return kSwizzle128 | kPile | kUnread | ((address & 0x3ffff) >> 4);
 }
 
+// A tile as wgmma names it. Tiles at fixed distances from one that is named cost an addition where
+// they are used; each named by its own address would want registers.
+struct TileName {
+  u64 descriptor;
+
+  __device__ __forceinline__ explicit TileName(u32 address)
+      : descriptor(tile_descriptor(address)) {}
+  __device__ __forceinline__ TileName operator+(u32 bytes) const {
+    TileName moved = *this;
+    moved.descriptor += bytes >> 4;
+    return moved;
+  }
+};
+
 // 16 further k: 32 bytes along a row, or 16 rows of 128 bytes.
 template <Major kMajor>
 __device__ __forceinline__ u64 step_descriptor(u64 tile, int step) {
@@ -83,24 +97,23 @@ FASTWEIGHTS_WGMMA_SHARED(bfloat16, "bf16")
 #undef FASTWEIGHTS_FOUR
 #undef FASTWEIGHTS_OUT
 
-// d (+)= a·b over 64 k, as one group; b is a tile in shared memory.
+// d (+)= a·b over 64 k; b is a tile in shared memory, and a may be one.
 template <typename T, Major kB>
-__device__ __forceinline__ void multiply(Accumulator& d, const Left& a, u32 b, bool accumulate) {
-  const u64 tile = tile_descriptor(b);
+__device__ __forceinline__ void multiply(Accumulator& d, const Left& a, TileName b,
+                                         bool accumulate) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    wgmma_step<kB>(T{}, d.x, a.x[step], step_descriptor<kB>(tile, step), accumulate || step > 0);
+    wgmma_step<kB>(T{}, d.x, a.x[step], step_descriptor<kB>(b.descriptor, step),
+                   accumulate || step > 0);
   }
 }
 
 template <typename T, Major kA, Major kB>
-__device__ __forceinline__ void multiply(Accumulator& d, u32 a, u32 b, bool accumulate) {
-  const u64 left = tile_descriptor(a);
-  const u64 right = tile_descriptor(b);
+__device__ __forceinline__ void multiply(Accumulator& d, TileName a, TileName b, bool accumulate) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    wgmma_step<kA, kB>(T{}, d.x, step_descriptor<kA>(left, step), step_descriptor<kB>(right, step),
-                       accumulate || step > 0);
+    wgmma_step<kA, kB>(T{}, d.x, step_descriptor<kA>(a.descriptor, step),
+                       step_descriptor<kB>(b.descriptor, step), accumulate || step > 0);
   }
 }
 

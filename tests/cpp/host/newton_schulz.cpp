@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include <newton_schulz/newton_schulz_256_backward_sm90.cuh>
 #include <newton_schulz/newton_schulz_256_sm90.cuh>
 #include <newton_schulz/newton_schulz_sm80.cuh>
 #include <newton_schulz/newton_schulz_sm90.cuh>
@@ -17,11 +18,11 @@ constexpr int kSteps = 5;
 
 // Five steps of fp16 products are 1.1e-3 to 2.7e-3 off.
 constexpr double kForward = 4e-3;
-// A gradient that is compared along a few directions only scatters.
-constexpr double kAlongDirections = 1e-2;
-// The same gradient in float64, but with all that is kept rounded to fp16, is 5e-3 off on 16 × 16
+// The gradient in float64, but with all that is kept rounded to fp16, is 5e-3 off on 16 × 16
 // (median of 200), 4e-3 on 32 × 32.
 constexpr double kGradient = 8e-3;
+// A difference quotient.
+constexpr double kQuotient = 1e-7;
 
 static int failures = 0;
 
@@ -38,50 +39,96 @@ static Coefficients coefficients() {
   return all;
 }
 
-// The iteration on R × C numbers, R ≤ C or not.
-static Matrix iterate(Matrix x, int rows, int cols) {
-  const auto factors = coefficients();
-  double norm = 0;
-  for (double v : x) {
-    norm += v * v;
+// p·x·y + q·z, x of rows × inner numbers.
+static Matrix combine(double p, const Matrix& x, const Matrix& y, double q, const Matrix& z,
+                      int rows, int inner) {
+  const int cols = int(y.size()) / inner;
+  Matrix out(z);
+  for (int i = 0; i < rows; ++i) {
+    double* const to = &out[i * cols];
+    for (int j = 0; j < cols; ++j) {
+      to[j] *= q;
+    }
+    for (int k = 0; k < inner; ++k) {
+      const double factor = p * x[i * inner + k];
+      const double* const from = &y[k * cols];
+      for (int j = 0; j < cols; ++j) {
+        to[j] += factor * from[j];
+      }
+    }
   }
-  norm = std::sqrt(norm) + kEps;
+  return out;
+}
+static Matrix transposed(const Matrix& x, int rows, int cols) {
+  Matrix out(x.size());
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < cols; ++j) {
+      out[j * rows + i] = x[i * cols + j];
+    }
+  }
+  return out;
+}
+static double dot(const Matrix& x, const Matrix& y) {
+  double sum = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    sum += x[i] * y[i];
+  }
+  return sum;
+}
+
+// A = x·xᵀ and B = b·A + c·A².
+struct Polynomial {
+  Matrix a, b;
+
+  Polynomial(const Matrix& x, int rows, int cols, const float (&f)[3]) {
+    const Matrix none(rows * rows);
+    a = combine(1, x, transposed(x, rows, cols), 0, none, rows, cols);
+    b = combine(f[2], a, a, f[1], a, rows, rows);
+  }
+};
+
+// The iterates of R × C numbers, R ≤ C or not: the first and that after each step.
+static std::vector<Matrix> iterates(Matrix x, int rows, int cols) {
+  const auto factors = coefficients();
+  const double norm = std::sqrt(dot(x, x)) + kEps;
   for (double& v : x) {
     v /= norm;
   }
-  Matrix gram(rows * rows), square(rows * rows), next(rows * cols);
+  std::vector<Matrix> all{x};
   for (int step = 0; step < kSteps; ++step) {
     const auto& f = factors.of_step[step];
-    auto dot = [](const double* a, const double* b, int n) {
-      double sum = 0;
-      for (int k = 0; k < n; ++k) {
-        sum += a[k] * b[k];
-      }
-      return sum;
-    };
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < rows; ++j) {
-        gram[i * rows + j] = dot(&x[i * cols], &x[j * cols], cols);
-      }
-    }
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < rows; ++j) {  // symmetric: rows stand for columns
-        square[i * rows + j] =
-            f[1] * gram[i * rows + j] + f[2] * dot(&gram[i * rows], &gram[j * rows], rows);
-      }
-    }
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < cols; ++j) {
-        double sum = f[0] * x[i * cols + j];
-        for (int k = 0; k < rows; ++k) {
-          sum += square[i * rows + k] * x[k * cols + j];
-        }
-        next[i * cols + j] = sum;
-      }
-    }
-    x = next;
+    const Matrix& at = all.back();
+    all.push_back(combine(1, Polynomial(at, rows, cols, f).b, at, f[0], at, rows, rows));
   }
-  return x;
+  return all;
+}
+static Matrix iterate(const Matrix& x, int rows, int cols) {
+  return iterates(x, rows, cols).back();
+}
+
+// The gradient of ⟨dy, iterate(x)⟩ in x; zeros for a zero matrix.
+static Matrix gradient(const Matrix& x, Matrix grad, int rows, int cols) {
+  const auto factors = coefficients();
+  if (dot(x, x) == 0) {
+    return Matrix(x.size());
+  }
+  const auto all = iterates(x, rows, cols);
+  for (int step = kSteps - 1; step >= 0; --step) {
+    const auto& f = factors.of_step[step];
+    const Matrix& at = all[step];
+    const Polynomial of(at, rows, cols, f);
+    Matrix s = combine(1, grad, transposed(at, rows, cols), 0, of.a, rows, cols);
+    s = combine(1, at, transposed(grad, rows, cols), 1, s, rows, cols);
+    const Matrix half = combine(f[2], of.a, s, f[1], s, rows, rows);
+    const Matrix both = combine(f[2], s, of.a, 1, half, rows, rows);
+    const Matrix scaled = combine(1, of.b, grad, f[0], grad, rows, rows);
+    grad = combine(1, both, at, 1, scaled, rows, rows);
+  }
+  const double norm = std::sqrt(dot(x, x)), along = dot(grad, all[0]);
+  for (size_t i = 0; i < x.size(); ++i) {
+    grad[i] = grad[i] / (norm + kEps) - all[0][i] * along / norm;
+  }
+  return grad;
 }
 
 static float normal() {
@@ -164,145 +211,28 @@ static void small(int rows, int cols) {
   forward<T>("small", 6, rows, cols, 128, 4 * kTiles, newton_schulz_small<kTiles, T>);
 }
 
-// ⟨dx, v⟩ against the difference quotient of ⟨dy, iterate(x + h·v)⟩, for random v.
-template <int kRowTiles, int kColTiles, bool kTall, typename T>
-static void backward(int rows, int cols, int kept) {
-  Stack16<T> x(2, rows, cols, 1.0f), dy(2, rows, cols, 1e-3f), dx(2, rows, cols, 0.0f);
-  for (T& v : dx.x) {
-    v = {0x7fff};
-  }
-  const auto factors = coefficients();
-  run_block(128 * kRowTiles, [&] {
-    newton_schulz_backward<kRowTiles, kColTiles, kTall, T>(x.x.data(), dy.x.data(), dx.x.data(),
-                                                           x.count, rows, cols, kSteps, kept, kEps,
-                                                           cols % 8 == 0, factors);
-  });
+// The formula of the gradient against a difference quotient.
+static void formula(int rows, int cols) {
   constexpr double kStep = 1e-5;
-  double error = 0, norm = 0;
-  for (int n = 0; n < x.count; ++n) {
-    const Matrix at = x.matrix(n), upstream = dy.matrix(n), grad = dx.matrix(n);
-    for (int repeat = 0; repeat < 8; ++repeat) {
-      Matrix up = at, down = at;
-      double slope = 0, want = 0;
-      for (size_t i = 0; i < at.size(); ++i) {
-        const double v = normal();
-        up[i] += kStep * v;
-        down[i] -= kStep * v;
-        slope += grad[i] * v;
-      }
-      up = iterate(up, rows, cols);
-      down = iterate(down, rows, cols);
-      for (size_t i = 0; i < at.size(); ++i) {
-        want += upstream[i] * (up[i] - down[i]) / (2 * kStep);
-      }
-      error += (slope - want) * (slope - want);
-      norm += want * want;
-    }
+  const Stack16<half> x(1, rows, cols, 1.0f), dy(1, rows, cols, 1.0f), v(1, rows, cols, 1.0f);
+  const Matrix at = x.matrix(0), upstream = dy.matrix(0), along = v.matrix(0);
+  Matrix up = at, down = at;
+  for (size_t i = 0; i < at.size(); ++i) {
+    up[i] += kStep * along[i];
+    down[i] -= kStep * along[i];
   }
-  report(label<T>("backward", rows, cols) + "-" + std::to_string(kept), std::sqrt(error / norm),
-         kAlongDirections);
-}
-
-// Gradient of ⟨dy, iterate(x)⟩ by the chain rule, step by step; zeros for a zero matrix.
-static Matrix derivative(const Matrix& x, Matrix d, int rows, int cols) {
-  const auto factors = coefficients();
-  // (rows × inner)·(inner × cols); a transposed operand lies as its transpose.
-  auto product = [](const Matrix& a, bool a_transposed, const Matrix& b, bool b_transposed, int n,
-                    int inner, int m) {
-    Matrix out(n * m);
-    for (int i = 0; i < n; ++i) {
-      for (int k = 0; k < inner; ++k) {
-        for (int j = 0; j < m; ++j) {
-          out[i * m + j] += a[a_transposed ? k * n + i : i * inner + k] *
-                            b[b_transposed ? j * inner + k : k * m + j];
-        }
-      }
-    }
-    return out;
-  };
-  double norm = 0;
-  for (double v : x) {
-    norm += v * v;
-  }
-  norm = std::sqrt(norm);
-  if (norm == 0) {
-    return Matrix(x.size());
-  }
-  std::vector<Matrix> iterates(1, x);
-  for (double& v : iterates[0]) {
-    v /= norm + kEps;
-  }
-  std::vector<Matrix> grams, polynomials;
-  for (int step = 0; step < kSteps; ++step) {
-    const auto& f = factors.of_step[step];
-    const Matrix at = iterates[step];
-    grams.push_back(product(at, false, at, true, rows, cols, rows));
-    Matrix polynomial = product(grams[step], false, grams[step], false, rows, rows, rows);
-    for (int i = 0; i < rows * rows; ++i) {
-      polynomial[i] = f[1] * grams[step][i] + f[2] * polynomial[i];
-    }
-    Matrix next = product(polynomial, false, at, false, rows, rows, cols);
-    for (int i = 0; i < rows * cols; ++i) {
-      next[i] += f[0] * at[i];
-    }
-    polynomials.push_back(polynomial);
-    iterates.push_back(next);
-  }
-  for (int step = kSteps - 1; step >= 0; --step) {
-    const auto& f = factors.of_step[step];
-    const Matrix& at = iterates[step];
-    const Matrix dz = product(d, false, at, true, rows, cols, rows);
-    const Matrix left = product(grams[step], true, dz, false, rows, rows, rows);
-    const Matrix right = product(dz, false, grams[step], true, rows, rows, rows);
-    Matrix da(rows * rows);
-    for (int i = 0; i < rows * rows; ++i) {
-      da[i] = f[1] * dz[i] + f[2] * (left[i] + right[i]);
-    }
-    const Matrix first = product(da, false, at, false, rows, rows, cols);
-    const Matrix second = product(da, true, at, false, rows, rows, cols);
-    const Matrix through = product(polynomials[step], true, d, false, rows, rows, cols);
-    for (int i = 0; i < rows * cols; ++i) {
-      d[i] = f[0] * d[i] + through[i] + first[i] + second[i];
-    }
-  }
-  double along = 0;
-  for (size_t i = 0; i < x.size(); ++i) {
-    along += d[i] * x[i];
-  }
-  for (size_t i = 0; i < x.size(); ++i) {
-    d[i] = d[i] / (norm + kEps) - x[i] * along / ((norm + kEps) * (norm + kEps) * norm);
-  }
-  return d;
-}
-
-// The derivative itself, against difference quotients.
-static void chain_rule(int rows, int cols) {
-  constexpr double kStep = 1e-5;
-  Matrix x(rows * cols), dy(x);
-  for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = normal(), dy[i] = normal();
-  }
-  const Matrix got = derivative(x, dy, rows, cols);
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < x.size(); ++i) {
-    Matrix up = x, down = x;
-    up[i] += kStep, down[i] -= kStep;
-    up = iterate(up, rows, cols), down = iterate(down, rows, cols);
-    double want = 0;
-    for (size_t j = 0; j < x.size(); ++j) {
-      want += dy[j] * (up[j] - down[j]) / (2 * kStep);
-    }
-    error += (got[i] - want) * (got[i] - want);
-    norm += want * want;
-  }
-  report("derivative-" + std::to_string(rows) + "x" + std::to_string(cols), std::sqrt(error / norm),
-         1e-6);
+  const double want =
+      (dot(upstream, iterate(up, rows, cols)) - dot(upstream, iterate(down, rows, cols))) /
+      (2 * kStep);
+  const double got = dot(gradient(at, upstream, rows, cols), along);
+  report("formula-" + std::to_string(rows) + "x" + std::to_string(cols),
+         std::abs(got - want) / std::abs(want), kQuotient);
 }
 
 // All gradients of a stack, the second matrix of which is zero.
 template <typename T, typename Kernel>
-static void gradient(const std::string& kernel, int count, int rows, int cols, int threads,
-                     Kernel run) {
+static void backward(const std::string& kernel, const std::string& config, int count, int rows,
+                     int cols, int threads, int piece, size_t ring_bytes, Kernel run) {
   Stack16<T> x(count, rows, cols, 1.0f), dy(count, rows, cols, 1e-3f), dx(count, rows, cols, 0.0f);
   for (int i = rows * cols; count > 1 && i < 2 * rows * cols; ++i) {
     x.x[i] = {0};
@@ -310,29 +240,55 @@ static void gradient(const std::string& kernel, int count, int rows, int cols, i
   for (T& v : dx.x) {
     v = {0x7fff};
   }
+  std::vector<uint4> ring(ring_bytes / sizeof(uint4), uint4{0x7fff7fff, 0x7fff7fff, 0, 0});
   const auto factors = coefficients();
-  run_block(threads, [&] { run(x.x.data(), dy.x.data(), dx.x.data(), factors); });
+  run_block(threads, [&] {
+    run(x.x.data(), dy.x.data(), dx.x.data(), ring.data(), count, rows, cols, cols % piece == 0,
+        factors);
+  });
   double error = 0, norm = 0;
   for (int n = 0; n < count; ++n) {
-    const Matrix want = derivative(x.matrix(n), dy.matrix(n), rows, cols), got = dx.matrix(n);
+    const Matrix got = dx.matrix(n), want = gradient(x.matrix(n), dy.matrix(n), rows, cols);
     for (size_t i = 0; i < want.size(); ++i) {
       error += (got[i] - want[i]) * (got[i] - want[i]);
       norm += want[i] * want[i];
     }
   }
-  report(label<T>(kernel, rows, cols), std::sqrt(error / norm), kGradient);
+  report(label<T>(kernel, rows, cols) + config, std::sqrt(error / norm), kGradient);
 }
 
-template <int kTiles, typename T>
-static void small_backward(int rows, int cols) {
-  constexpr int kCount = 6;
-  gradient<T>("smallbackward", kCount, rows, cols, 128,
-              [&](const T* x, const T* dy, T* dx, const Coefficients& factors) {
-                newton_schulz_small_backward<kTiles, T>(x, dy, dx, kCount, rows, cols, kSteps, kEps,
-                                                        cols % (4 * kTiles) == 0, factors);
+template <int kRowTiles, int kColTiles, bool kTall, typename T>
+static void tiles_backward(int count, int rows, int cols, int kept) {
+  const size_t waiting =
+      std::max(kSteps - kept, 0) * size_t(Stack<kRowTiles, kColTiles, kTall>::kBytes);
+  backward<T>("tiles_backward", "-" + std::to_string(kept), count, rows, cols, 128 * kRowTiles, 8,
+              waiting,
+              [=](const T* x, const T* dy, T* dx, uint4* ring, long long count, int rows, int cols,
+                  int whole, const Coefficients& factors) {
+                newton_schulz_backward<kRowTiles, kColTiles, kTall, T>(
+                    x, dy, dx, ring, count, rows, cols, kSteps, kept, kEps, whole, factors);
+              });
+}
+template <bool kTall, typename T>
+static void whole_backward(int count, int rows, int cols) {
+  backward<T>("256_backward", "", count, rows, cols, 256, 8,
+              (kSteps + 1) * size_t(Stack<4, 4, kTall>::kBytes),
+              [](const T* x, const T* dy, T* dx, uint4* ring, long long count, int rows, int cols,
+                 int whole, const Coefficients& factors) {
+                newton_schulz_256_backward<kTall, T>(x, dy, dx, ring, count, rows, cols, kSteps,
+                                                     kEps, whole, factors);
               });
 }
 
+template <int kTiles, typename T>
+static void small_backward(int count, int rows, int cols) {
+  backward<T>("small_backward", "", count, rows, cols, 128, 4 * kTiles, 0,
+              [](const T* x, const T* dy, T* dx, uint4*, long long count, int rows, int cols,
+                 int whole, const Coefficients& factors) {
+                newton_schulz_small_backward<kTiles, T>(x, dy, dx, count, rows, cols, kSteps, kEps,
+                                                        whole, factors);
+              });
+}
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
 static void stack(int count, int rows, int cols) {
   forward<T>("stack", count, rows, cols, 128 * kRowTiles, 8,
@@ -340,13 +296,12 @@ static void stack(int count, int rows, int cols) {
 }
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
 static void stack_backward(int count, int rows, int cols) {
-  // One block: only the first part of the workspace is touched.
-  std::vector<uint4> workspace((kSteps - 1) * kRowTiles * kColTiles * Tile::kBytes / 16);
-  gradient<T>("stackbackward", count, rows, cols, 128 * kRowTiles,
-              [&](const T* x, const T* dy, T* dx, const Coefficients& factors) {
+  constexpr size_t kWorkspace = (kSteps - 1) * kRowTiles * kColTiles * Tile::kBytes;
+  backward<T>("stack_backward", "", count, rows, cols, 128 * kRowTiles, 8, kWorkspace,
+              [](const T* x, const T* dy, T* dx, uint4* workspace, long long count, int rows,
+                 int cols, int whole, const Coefficients& factors) {
                 newton_schulz_stack_backward<kRowTiles, kColTiles, kTall, T>(
-                    x, dy, dx, workspace.data(), count, rows, cols, kSteps, kEps, cols % 8 == 0,
-                    factors);
+                    x, dy, dx, workspace, count, rows, cols, kSteps, kEps, whole, factors);
               });
 }
 
@@ -368,20 +323,28 @@ int main() {
   whole<false, half>(256, 256);
   whole<false, bfloat16>(130, 250);
   whole<true, half>(256, 140);
-  backward<1, 1, false, half>(48, 64, 5);
-  backward<1, 1, false, half>(48, 64, 3);
-  backward<1, 1, true, bfloat16>(48, 33, 2);
-  backward<1, 2, true, half>(100, 40, 5);
-  backward<2, 2, false, half>(66, 70, 4);
-  backward<2, 2, true, half>(90, 72, 5);
-  chain_rule(7, 9);
-  chain_rule(9, 7);
-  small_backward<1, half>(16, 16);
-  small_backward<1, half>(5, 12);
-  small_backward<2, half>(32, 32);
-  small_backward<2, half>(17, 31);
-  small_backward<2, half>(30, 8);
-  small_backward<2, bfloat16>(32, 24);
+  formula(19, 30);
+  formula(30, 19);
+  tiles_backward<1, 1, false, half>(2, 48, 64, 5);
+  tiles_backward<1, 1, false, half>(2, 48, 64, 3);
+  tiles_backward<1, 1, true, bfloat16>(2, 48, 33, 1);
+  tiles_backward<1, 2, true, half>(2, 100, 40, 5);
+  tiles_backward<1, 4, false, half>(2, 64, 256, 4);
+  tiles_backward<1, 4, true, bfloat16>(1, 251, 61, 1);
+  tiles_backward<2, 2, false, half>(1, 66, 70, 2);
+  tiles_backward<2, 2, true, half>(2, 90, 72, 3);
+  tiles_backward<2, 3, false, bfloat16>(1, 120, 184, 2);
+  tiles_backward<2, 4, false, half>(1, 128, 256, 1);
+  tiles_backward<2, 4, true, half>(1, 243, 101, 1);
+  whole_backward<false, half>(1, 256, 256);
+  whole_backward<false, bfloat16>(2, 200, 200);
+  whole_backward<true, half>(1, 256, 140);
+  small_backward<1, half>(6, 16, 16);
+  small_backward<1, half>(6, 5, 12);
+  small_backward<2, half>(6, 32, 32);
+  small_backward<2, half>(6, 17, 31);
+  small_backward<2, half>(6, 30, 8);
+  small_backward<2, bfloat16>(6, 32, 24);
   stack<1, 1, false, half>(2, 64, 64);
   stack<1, 2, true, bfloat16>(2, 100, 40);
   stack<2, 2, false, half>(1, 72, 128);

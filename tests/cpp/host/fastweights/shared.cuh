@@ -30,6 +30,11 @@ inline void store_shared(u32 address, const u32 (&x)[4]) {
 inline void load_shared(u32 address, u32 (&x)[4]) {
   std::memcpy(x, memory + address, 16);
 }
+inline u32 load_word(u32 address) {
+  u32 x;
+  std::memcpy(&x, memory + address, 4);
+  return x;
+}
 
 // Row and column in its 8 × 8 matrix of the `which`-th number that a thread holds.
 template <bool kTransposed>

@@ -5,6 +5,13 @@
 
 namespace fastweights {
 
+struct TileName {
+  u32 address;
+
+  explicit TileName(u32 address) : address(address) {}
+  TileName operator+(u32 bytes) const { return TileName(address + bytes); }
+};
+
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
 template <int kPending, int kCount>
@@ -27,12 +34,12 @@ void sum_products(Accumulator& d, bool accumulate, LeftAt left, RightAt right) {
 }
 
 template <Major kMajor>
-u16 right_at(u32 tile, int k, int c) {
-  return kMajor == Major::kAcross ? number_at(tile, k, c) : number_at(tile, c, k);
+u16 right_at(TileName tile, int k, int c) {
+  return kMajor == Major::kAcross ? number_at(tile.address, k, c) : number_at(tile.address, c, k);
 }
 
 template <typename T, Major kB>
-void multiply(Accumulator& d, const Left& a, u32 b, bool accumulate) {
+void multiply(Accumulator& d, const Left& a, TileName b, bool accumulate) {
   static u16 rows[8][64][64];  // a of each warpgroup
   auto& mine = rows[threadIdx.x / 128];
   const int warp = warp_of_block() % 4, lane = lane_of_warp();
@@ -51,11 +58,13 @@ void multiply(Accumulator& d, const Left& a, u32 b, bool accumulate) {
 }
 
 template <typename T, Major kA, Major kB>
-void multiply(Accumulator& d, u32 a, u32 b, bool accumulate) {
+void multiply(Accumulator& d, TileName a, TileName b, bool accumulate) {
   sync_group();
   sum_products<T>(
       d, accumulate,
-      [&](int r, int k) { return kA == Major::kAlongK ? number_at(a, r, k) : number_at(a, k, r); },
+      [&](int r, int k) {
+        return kA == Major::kAlongK ? number_at(a.address, r, k) : number_at(a.address, k, r);
+      },
       [&](int k, int c) { return right_at<kB>(b, k, c); });
 }
 
