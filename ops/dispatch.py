@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ..autotune.space import Config, Device, choose
+from ..autotune.space import Choice, Config, Device, Space, chosen
 from . import checks
 
 BACKENDS = ("auto", "eager", "triton", "cuda")
@@ -126,6 +126,7 @@ class Explanation:
         why: why that one.
         configs: chosen config of each pass ("fwd", "bwd"), where the backend has config spaces.
         refused: the other backends and what keeps each from running.
+        origins: where each config comes from: a table, the closed-form default, …
     """
 
     op: str
@@ -133,10 +134,14 @@ class Explanation:
     why: str
     configs: dict[str, Config] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'nothing can run this call'} ({self.why})"]
-        lines += [f"  {pass_}: {config.name}" for pass_, config in self.configs.items()]
+        lines += [
+            f"  {pass_}: {config.name} ({self.origins[pass_]})"
+            for pass_, config in self.configs.items()
+        ]
         lines += [f"  not {backend}: {reason}" for backend, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -157,6 +162,18 @@ def explainable(package: str, plan: Callable[..., Any]) -> Callable[..., Any]:
     return register
 
 
+def planned(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, Any]:
+    """The package of a public function, and the shape of a call of it.
+
+    Raises:
+        TypeError: `op` is not a public function of this package.
+    """
+    if op not in _explained:
+        raise TypeError(f"explain: op must be a public fastweights function, got {op!r}")
+    package, plan = _explained[op]
+    return package, plan(*args, **kwargs, concrete=True)
+
+
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation and configs a call of a public function would run, and why.
 
@@ -165,12 +182,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         TypeError: `op` is not a public function of this package.
     """
-    if op not in _explained:
-        raise TypeError(f"explain: op must be a public fastweights function, got {op!r}")
-    package, plan = _explained[op]
+    package, shape = planned(op, *args, **kwargs)
     asked = kwargs.get("backend", "auto")
     backend = requested(op.__name__, asked)
-    shape = plan(*args, **kwargs, concrete=True)
     device = Device.of(shape.device)
     refused: dict[str, str] = {}
     for name in (backend,) if backend != "auto" else ORDER:
@@ -184,23 +198,32 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             why = "asked for"
         else:
             why = "first of cuda, triton, eager that supports the call"
-        return Explanation(op.__name__, name, why, _configs(package, name, shape, device), refused)
+        choices = _choices(package, name, shape, device)
+        configs = {pass_: choice.config for pass_, choice in choices.items()}
+        origins = {pass_: choice.why for pass_, choice in choices.items()}
+        return Explanation(op.__name__, name, why, configs, refused, origins)
     return Explanation(op.__name__, None, "see below", {}, refused)
 
 
-def _configs(package: str, backend: str, shape: Any, device: Device) -> dict[str, Config]:
+def spaces(package: str, backend: str, shape: Any, device: Device) -> dict[str, Space]:
+    """The config spaces of a call on a backend, by pass; those alone that have a config for it."""
     module: Any = implementation(package, backend)
     if hasattr(module, "spaces"):
-        spaces = module.spaces(shape)
+        found = module.spaces(shape)
     else:
-        spaces = {
-            pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")
-        }
+        found = {pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")}
     return {
-        pass_: choose(space, space.bucket(shape), device)
-        for pass_, space in spaces.items()
+        pass_: space
+        for pass_, space in found.items()
         # A pass that no config serves runs on another backend.
         if space is not None and space.fitting(space.bucket(shape), device)
+    }
+
+
+def _choices(package: str, backend: str, shape: Any, device: Device) -> dict[str, Choice]:
+    return {
+        pass_: chosen(space, space.bucket(shape), device)
+        for pass_, space in spaces(package, backend, shape, device).items()
     }
 
 

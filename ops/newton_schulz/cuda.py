@@ -13,7 +13,10 @@ from .. import cuda_runtime as runtime
 from ..alloc import empty
 from ..cuda_runtime import Kernel
 from .cuda_spaces import (
+    LARGE,
+    LARGEST,
     OP,
+    SMALL,
     SPACE_BWD,
     SPACE_FWD,
     WARP_SIDE,
@@ -54,18 +57,18 @@ def kernel(config: Config, shape: NewtonSchulzShape, pass_: str) -> Kernel:
     name = "newton_schulz" if pass_ == "fwd" else "newton_schulz_backward"
     if config["ROWS"] <= WARP_SIDE:
         return Kernel(
-            "newton_schulz/newton_schulz_sm80.cuh",
+            SMALL,
             f"fastweights::newton_schulz_small<{config['ROWS'] // 16}, {number}>",
         )
     rows, cols = tiles(config)
     tall = str(shape.tall).lower()
     if rows == 4:
         return Kernel(
-            "newton_schulz/newton_schulz_256_sm90.cuh",
+            LARGEST,
             f"fastweights::newton_schulz_256<{tall}, {number}>",
         )
     return Kernel(
-        "newton_schulz/newton_schulz_sm90.cuh",
+        LARGE,
         f"fastweights::{name}<{rows}, {cols}, {tall}, {number}>",
     )
 

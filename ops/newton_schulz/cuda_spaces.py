@@ -138,6 +138,11 @@ def _configs(rows: int, cols: int, *each: int) -> tuple[Config, ...]:
     )  # fmt: skip
 
 
+SMALL, LARGE, LARGEST = (
+    f"newton_schulz/{name}.cuh"
+    for name in ("newton_schulz_sm80", "newton_schulz_sm90", "newton_schulz_256_sm90")
+)
+
 # EACH: as many as `__launch_bounds__` makes room for in registers, then others.
 SPACE_FWD = Space(
     op=OP,
@@ -158,6 +163,7 @@ SPACE_FWD = Space(
     fits=_fits_fwd,
     bucket=bucket,
     default=_default_fwd,
+    sources=(SMALL, LARGE, LARGEST),
 )
 
 SPACE_BWD = Space(
@@ -177,4 +183,5 @@ SPACE_BWD = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
+    sources=(SMALL, LARGE, LARGEST),
 )

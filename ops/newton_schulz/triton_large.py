@@ -75,6 +75,7 @@ SPACE_SYMMETRIC = Space(
     default=lambda key, device: next(
         c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None
     ),
+    sources=KERNEL[:1],
 )
 
 
