@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..autotune.timing import first_line, free_memory
 from ..autotune.verify import FROBENIUS_FACTOR, Comparison
 from ..ops import alloc
 from .cases import Case
 from .ours import Contender, Inputs, Work, make_inputs
-from .timing import first_line, free_memory
 
 SEEDS = 3
 TAIL = 256  # rows of the full-size check

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import fastweights
+from fastweights.autotune.timing import time_calls
 from fastweights.bench import cli, gate, ours, peers, readme, record, runner, table
 from fastweights.bench.cases import CASES, Case, Target, select
-from fastweights.bench.timing import Timing, time_calls
+from fastweights.bench.timing import Timing
 from fastweights.ops import alloc
 
 CPU = torch.device("cpu")
