@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -248,8 +248,11 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
     constexprs = dict(source.constexprs)
     types = {arg: "constexpr" if arg in constexprs else None for arg in kernel.arg_names}
     signature = {arg: kind or source.signature[arg] for arg, kind in types.items()}
+    # In the order of the parameters, as a launch has them: it then finds this cubin in the cache.
     aligned = {
-        (kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in source.divisible
+        (index,): [["tt.divisibility", 16]]
+        for index, arg in enumerate(kernel.arg_names)
+        if arg in source.divisible
     }
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     start = time.perf_counter()
@@ -366,11 +369,15 @@ def _without_interpreter() -> Iterator[None]:
 
 
 def compile_all(
-    sources: Sequence[Source], target: str, *, workers: int | None = None
+    sources: Sequence[Source],
+    target: str,
+    *,
+    workers: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[Report]:
     """Compile many kernels in parallel processes; reports come in the order of `sources`.
 
-    A kernel on which the compiler dies costs its own report only.
+    A kernel on which the compiler dies costs its own report only. `progress` is called after each.
     """
     from tqdm import tqdm
 
@@ -386,6 +393,7 @@ def compile_all(
                 with contextlib.suppress(BrokenProcessPool):
                     reports[futures[future]] = future.result()
                     bar.update()
+                    progress()
         # A dead worker takes the pool along; alone, each remaining kernel answers for itself.
         for index in sorted(set(range(len(sources))) - set(reports)):
             with _pool(1) as pool:

@@ -162,6 +162,11 @@ def explainable(package: str, plan: Callable[..., Any]) -> Callable[..., Any]:
     return register
 
 
+def public() -> list[Callable[..., Any]]:
+    """The public functions that `explain` takes."""
+    return list(_explained)
+
+
 def planned(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, Any]:
     """The package of a public function, and the shape of a call of it.
 
