@@ -248,11 +248,14 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
     constexprs = dict(source.constexprs)
     types = {arg: "constexpr" if arg in constexprs else None for arg in kernel.arg_names}
     signature = {arg: kind or source.signature[arg] for arg, kind in types.items()}
-    # In the order of the parameters, as a launch has them: it then finds this cubin in the cache.
+    # As a launch states them, with the empty ones of other pointers and of words: it then finds in
+    # Triton's cache what is compiled here.
     aligned = {
-        (index,): [["tt.divisibility", 16]]
+        (index,): [["tt.divisibility", 16]] if arg in source.divisible else []
         for index, arg in enumerate(kernel.arg_names)
         if arg in source.divisible
+        or source.signature.get(arg, "").startswith("*")
+        or isinstance(constexprs.get(arg), str)
     }
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     start = time.perf_counter()

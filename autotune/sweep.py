@@ -134,6 +134,9 @@ def sweep(cases: Sequence[Case], options: Options) -> Outcome:
 
 def _compile(works: Sequence[_Work], options: Options, log: Log) -> None:
     """Compile what the works will launch; each then knows its kernels' reports."""
+    arch = Device.of(options.device).arch
+    if arch not in ARCHITECTURES:  # it compiles for itself when it first launches
+        return
     wanted: dict[str, Any] = {}
     for work in works:
         if options.late:
@@ -151,8 +154,7 @@ def _compile(works: Sequence[_Work], options: Options, log: Log) -> None:
             work.kernels[config.name] = [repr(kernel) for kernel in found]
             wanted |= {repr(kernel): kernel for kernel in found}
         log.touch()
-    arch = Device.of(options.device).arch
-    if wanted and arch in ARCHITECTURES:
+    if wanted:
         compiled = compile_all(
             list(wanted.values()), arch, workers=options.workers, progress=log.touch
         )

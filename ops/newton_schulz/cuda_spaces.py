@@ -89,6 +89,8 @@ def _fits(config: Config, key: Key, device: Device, pass_: str) -> str | None:
     if device.capability < 80:
         return f"is written for sm_80 and newer, this is {device.arch}"
     needed = shared_bytes(config, pass_)
+    if needed > device.shared_bytes:
+        return f"needs {needed} bytes of shared memory, a block has {device.shared_bytes}"
     if needed > _share(config):
         return f"{config['EACH']} blocks of {needed} bytes do not fit into a multiprocessor"
     return None
