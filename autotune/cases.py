@@ -80,7 +80,8 @@ class Case:
                 cuda_runtime.record_launches() as cuda,
             ):
                 call.run(self.function, {})
-            found |= {repr(source): source for source in (*triton, *cuda)}
+            sources: list[Source] = [*triton, *cuda]
+            found |= {repr(source): source for source in sources}
         return list(found.values())
 
 

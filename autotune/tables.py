@@ -133,7 +133,7 @@ class Table:
         """
         if (other.gpu, other.arch) != (self.gpu, self.arch):
             raise ValueError(f"tables of two GPUs: {self.gpu} and {other.gpu}")
-        renewed = {place(entry) for entry in (*other.rows, *other.rejected)}
+        renewed = {*map(place, other.rows), *map(place, other.rejected)}
         rows = [*(row for row in self.rows if place(row) not in renewed), *other.rows]
         rejected = [entry for entry in self.rejected if place(entry) not in renewed]
         return Table(
