@@ -147,7 +147,7 @@ def _sweep_here(options: argparse.Namespace) -> int:
             found = sweep(cases, how)
         except BrokenDevice as error:
             print(f"config {error} broke the device; starting again behind it", flush=True)
-            return BROKEN
+            os._exit(BROKEN)  # what ends with Python would talk to the device
         for name, part in vars(found).items():
             getattr(whole, name).extend(part)
     print("\n\n".join([*map(report.case, whole.rows), report.rejections(whole.rejected)]))

@@ -33,6 +33,7 @@ from typing import Any
 
 from . import sass
 from .space import Config, Device
+from .supervise import end_with
 
 
 @dataclass(frozen=True)
@@ -408,7 +409,9 @@ def compile_all(
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    """Processes that end with this one, also if it is killed."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, initializer=end_with, initargs=(os.getpid(),))
 
 
 Group = tuple[CompileCase, ...]

@@ -37,6 +37,7 @@ from .timing import first_line
 
 WIN = 1.02  # how much faster than the default a config has to be
 WARM_UP = 2
+TOGETHER = 8  # cases that are compiled at once, before the first of them is measured
 
 
 class BrokenDevice(RuntimeError):
@@ -68,7 +69,7 @@ class Options:
     @property
     def seconds(self) -> float:
         """Of the timed rounds of a case; half as long again for the last two."""
-        return {"quick": 0.5, "full": 2.0}[self.effort]
+        return {"quick": 0.3, "full": 1.0}[self.effort]
 
     @property
     def late(self) -> bool:
@@ -110,19 +111,17 @@ def sweep(cases: Sequence[Case], options: Options) -> Outcome:
     with timing.own_stream(options.device):
         works = [_Work(case, options, log) for case in cases]
         pending = [work for work in works if not work.progress.done]
-        _compile(pending, options, log)
         total = sum(len(work.configs) for work in pending)
         with tqdm(total=total, unit="config", disable=None) as bar:
-            for work in works:
-                bar.set_description(work.case.label)
-                try:
-                    work.measure(bar.update)
-                except (BrokenDevice, OSError, tables.Unreadable):
-                    raise
-                except Exception as error:
-                    outcome.failed.append(f"{work.case.label}: {first_line(error)}")
-                work.report(outcome)
-                timing.free_memory(options.device)
+            for start in range(0, len(pending), TOGETHER):
+                group = pending[start : start + TOGETHER]
+                _compile(group, options, log)
+                for work in group:
+                    bar.set_description(work.case.label)
+                    work.try_measuring(bar.update)
+                    timing.free_memory(options.device)
+        for work in works:
+            work.report(outcome)
     # What an earlier run measured may not be in this run's table.
     here = Device.of(options.device)
     found = tables.Table(here.name, here.arch, tuple(outcome.rows), tuple(outcome.rejected))
@@ -178,6 +177,7 @@ class _Work:
         self.configs = case.configs(self.here, options.effort)
         self.kernels: dict[str, list[str]] = {}
         self.resources: dict[str, list[dict[str, Any]]] = {}
+        self.failure: str | None = None
 
     def open(self) -> list[Config]:
         """Configs of which nothing is known yet."""
@@ -216,6 +216,15 @@ class _Work:
                 for key in kernels
             ]
 
+    def try_measuring(self, progress: Any) -> None:
+        """As `measure`; an error that is not the device's or the files' ends this case alone."""
+        try:
+            self.measure(progress)
+        except (BrokenDevice, OSError, tables.Unreadable):
+            raise
+        except Exception as error:
+            self.failure = first_line(error)
+
     def measure(self, progress: Any) -> None:
         """Check and time what is not done yet, as far as the budget goes."""
         if self.progress.done or self.options.late:
@@ -235,7 +244,9 @@ class _Work:
     def report(self, outcome: Outcome) -> None:
         """Add what is known to a sweep's outcome."""
         outcome.rejected += self.rejected()
-        if not self.progress.done:
+        if self.failure is not None:
+            outcome.failed.append(f"{self.case.label}: {self.failure}")
+        elif not self.progress.done:
             outcome.left.append(self.case.label)
         elif self.progress.row is None:
             outcome.hopeless.append(self.case.label)
