@@ -233,9 +233,19 @@ def _settled(space: Space, key: Key, device: Device) -> Choice:
     return tables.consult(space, key, device)
 
 
+@functools.lru_cache(maxsize=4096)
+def measured_ms(space: Space, key: Key, device: Device) -> tuple[str, float] | None:
+    """What was timed for exactly this bucket on this GPU, and its milliseconds; None: nothing."""
+    from . import tables
+
+    row = tables.measured(space, key, device)
+    return None if row is None else (f"{row.problem} {row.dtype}", row.ms)
+
+
 def reload() -> None:
     """Forget what tables said: the next choice reads them again."""
     from . import tables
 
     _settled.cache_clear()
+    measured_ms.cache_clear()
     tables.forget()

@@ -285,6 +285,7 @@ def _tables(folder: Path) -> Iterator[Table]:
 def forget() -> None:
     """Read the files again when next asked."""
     _origins.cache_clear()
+    contested.cache_clear()
     fingerprint.cache_clear()
 
 
@@ -361,6 +362,23 @@ def distance(space: Space, key: Key, bucket: Bucket) -> float | None:
         number = not isinstance(value, bool) and isinstance(value, int) and value * other > 0
         away += abs(log2(value / other)) if number else 1.0
     return away
+
+
+def measured(space: Space, key: Key, device: Device) -> Row | None:
+    """The row of exactly this bucket on this GPU, a user's before a shipped one."""
+    for origin in _origins(device.name, device.arch)[0]:
+        for row in of_space(origin.table.rows, space):
+            if row.bucket == named(key):
+                return row
+    return None
+
+
+@functools.cache
+def contested(op: str, device: Device) -> bool:
+    """Whether more than one backend of an op was measured on this GPU."""
+    own = _origins(device.name, device.arch)[0] if device.name else ()
+    found = {row.backend for origin in own for row in origin.table.rows if row.op == op}
+    return len(found) > 1
 
 
 def _refused(origins: Iterable[Origin], space: Space, key: Key, device: Device) -> dict[str, str]:

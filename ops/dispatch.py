@@ -17,6 +17,7 @@ tensors, so a compiled graph does not depend on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ..autotune.space import Choice, Config, Device, Space, chosen
+from ..autotune import tables
+from ..autotune.space import Choice, Config, Device, Space, chosen, measured_ms
 from . import checks
 
 BACKENDS = ("auto", "eager", "triton", "cuda")
 ORDER = ("cuda", "triton", "eager")
+WIN = 1.02  # by how much a backend has to be faster to be taken before an earlier one
 
 LIBRARY = torch.library.Library("fastweights", "DEF")
 
@@ -60,6 +63,7 @@ def requested(op: str, backend: str) -> str:
     return _backend_stack[-1] if backend == "auto" else backend
 
 
+@functools.cache
 def implementation(package: str, backend: str) -> ModuleType | None:
     """The backend module of an op package, or None if the package has none of that name."""
     name = f"{package}.{backend}"
@@ -102,11 +106,34 @@ def resolve(package: str, shape: Any, backend: str) -> ModuleType:
     for name in _auto_order(arch):
         reason = refusal(package, name, shape, arch)
         if reason is None:
-            module = implementation(package, name)
+            module = implementation(package, _faster(package, name, shape) or name)
             assert module is not None
             return module
         reasons.append(f"{name}: {reason}")
     raise ValueError(f"{op}: no backend supports this call ({'; '.join(reasons)})")
+
+
+def _faster(package: str, first: str, shape: Any) -> str | None:
+    """A backend that a sweep found faster than the first that supports a call; None if none.
+
+    Only rows count that were timed on one and the same problem.
+    """
+    device = Device.of(shape.device)
+    if not tables.contested(package.rpartition(".")[2], device):
+        return None
+    pass_ = "bwd" if getattr(shape, "backward", False) else "fwd"
+    found: dict[str, tuple[str, float]] = {}
+    for name in ORDER[ORDER.index(first) :]:
+        space = _spaces(package, name, shape).get(pass_)
+        timed = None if space is None else measured_ms(space, space.bucket(shape), device)
+        if timed and (name == first or refusal(package, name, shape, device.arch) is None):
+            found[name] = timed
+    if first not in found:
+        return None
+    problem, limit = found.pop(first)
+    rivals = {name: ms for name, (timed, ms) in found.items() if timed == problem}
+    best = min(rivals, key=lambda name: rivals[name], default=None)
+    return best if best is not None and WIN * rivals[best] < limit else None
 
 
 def _auto_order(arch: str) -> tuple[str, ...]:
@@ -199,8 +226,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         if reason is not None:
             refused[name] = reason
             continue
+        faster = _faster(package, name, shape) if backend == "auto" else None
         if backend != "auto":
             why = "asked for"
+        elif faster is not None:
+            why, name = f"measured faster than {name}", faster
         else:
             why = "first of cuda, triton, eager that supports the call"
         choices = _choices(package, name, shape, device)
@@ -212,17 +242,21 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def spaces(package: str, backend: str, shape: Any, device: Device) -> dict[str, Space]:
     """The config spaces of a call on a backend, by pass; those alone that have a config for it."""
+    return {
+        pass_: space
+        for pass_, space in _spaces(package, backend, shape).items()
+        # A pass that no config serves runs on another backend.
+        if space.fitting(space.bucket(shape), device)
+    }
+
+
+def _spaces(package: str, backend: str, shape: Any) -> dict[str, Space]:
     module: Any = implementation(package, backend)
     if hasattr(module, "spaces"):
         found = module.spaces(shape)
     else:
         found = {pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")}
-    return {
-        pass_: space
-        for pass_, space in found.items()
-        # A pass that no config serves runs on another backend.
-        if space is not None and space.fitting(space.bucket(shape), device)
-    }
+    return {pass_: space for pass_, space in found.items() if space is not None}
 
 
 def _choices(package: str, backend: str, shape: Any, device: Device) -> dict[str, Choice]:

@@ -13,6 +13,7 @@ for each matrix.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
@@ -104,6 +105,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     return _fits(config, key, device, "bwd")
 
 
+@functools.lru_cache(maxsize=4096)
 def refusal(space: Space, key: Key, device: Device) -> str | None:
     """None, or why no config of the space serves this call."""
     if space.fitting(key, device):

@@ -15,7 +15,7 @@ import torch
 from fastweights.autotune import Config, Device, Space, choose, source, space, tables, use_config
 from fastweights.autotune.space import chosen
 from fastweights.autotune.tables import Rejected, Row, Table
-from fastweights.ops import cache
+from fastweights.ops import cache, cuda_runtime
 from fastweights.ops.newton_schulz import cuda_spaces, triton_large
 from fastweights.ops.newton_schulz import triton_spaces as newton_schulz
 from fastweights.ops.polar_attention import triton_spaces as polar
@@ -467,3 +467,51 @@ def test_explain_says_where_a_config_comes_from(monkeypatch: pytest.MonkeyPatch)
     space.reload()
     again = ops.explain(ops.softmax_attention, q, q, q, backend="triton")
     assert f"fwd: {other.name} (own table a-cpu, measured on older source)" in str(again)
+
+
+# ---- which backend ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuda_ms", "triton_ms", "same", "backend"),
+    [
+        (1.0, 0.97, True, "triton"),
+        (1.0, 0.99, True, "cuda"),  # less than 2 %
+        (1.0, 0.5, False, "cuda"),  # another problem says nothing
+        (0.5, 1.0, True, "cuda"),
+    ],
+)
+@pytest.mark.skipif(cuda_runtime.missing() is not None, reason=str(cuda_runtime.missing()))
+def test_auto_takes_the_backend_that_was_measured_faster(
+    cuda_ms: float, triton_ms: float, same: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastweights import ops
+
+    x = torch.randn(2, 64, 64, dtype=torch.bfloat16)
+    hopper = Device("sm_90", 232448, multiprocessors=132, name=GPU.name)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: hopper))
+    assert ops.explain(ops.newton_schulz, x).backend == "cuda"
+    package, shape = ops.dispatch.planned(ops.newton_schulz, x)
+    rows = []
+    for found, ms in ((cuda_spaces.SPACE_FWD, cuda_ms), (newton_schulz.SPACE_FWD, triton_ms)):
+        key = found.bucket(shape)
+        name = found.default(key, hopper).name
+        changes = {
+            "op": "newton_schulz",
+            "backend": found.backend,
+            "bucket": tables.named(key),
+            "winner": name,
+            "default": name,
+            "times": {name: ms},
+            "problem": "p" if same else found.backend,
+        }
+        rows.append(row(found.default(key, hopper), **changes))
+    own(*rows)
+    said = ops.explain(ops.newton_schulz, x)
+    assert said.backend == backend
+    assert (said.why == "measured faster than cuda") == (backend == "triton")
+    module = ops.dispatch.resolve(package, shape, "auto")
+    assert module.__name__.endswith(f".{backend}")
+    # Backward was not measured: the order stands.
+    backward = ops.dispatch.resolve(package, replace(shape, backward=True), "auto")
+    assert backward.__name__.endswith(".cuda")
