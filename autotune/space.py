@@ -194,10 +194,17 @@ def use_config(space: Space, config: Config) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A config and the reason for it, as `explain` prints it."""
+    """A config and the reason for it.
+
+    Attributes:
+        config: to be launched.
+        why: what `explain` says of it.
+        source: `source.fingerprint` of what was measured; None if nothing was.
+    """
 
     config: Config
     why: str
+    source: str | None = None
 
 
 def choose(space: Space, key: Key, device: Device) -> Config:

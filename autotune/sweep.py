@@ -333,7 +333,8 @@ class _Work:
         default = self.case.space.default(self.case.key, self.here).name
         if default not in replays:
             default = next(iter(replays))  # rejected: there is nothing else to be compared with
-        flops, moved = call.work()
+        with use_config(self.case.space, self.right()[0]):
+            flops, moved = call.work()
         how: dict[str, Any] = {
             "device": self.options.device,
             "cold": moved < 2 * timing.l2_bytes(self.options.device),

@@ -333,9 +333,7 @@ def _nearest(
     why = [origin.label]
     if away:
         why.append(f"nearest bucket {row.problem}")
-    if row.source != fingerprint(space):
-        why.append("measured on older source")
-    return Choice(by_name[row.config], ", ".join(why))
+    return Choice(by_name[row.config], ", ".join(why), row.source)
 
 
 def of_space(entries: Iterable[Any], space: Space) -> Iterator[Any]:
@@ -394,6 +392,15 @@ def _refused(origins: Iterable[Origin], space: Space, key: Key, device: Device) 
         return {}
     bound = (fingerprint(space), compiler(space.backend))
     return {e.config: e.reason for e in found if (e.source, e.compiler) == bound}
+
+
+def reason(space: Space, choice: Choice) -> str:
+    """Why a config was chosen, and whether what was measured is no longer what runs.
+
+    Kernels are parsed for this, which a launch has no need of.
+    """
+    older = choice.source not in (None, fingerprint(space))
+    return f"{choice.why}, measured on older source" if older else choice.why
 
 
 def older(row: Row, spaces: Iterable[Space]) -> bool:

@@ -29,7 +29,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ..autotune import tables
-from ..autotune.space import Choice, Config, Device, Space, chosen, measured_ms
+from ..autotune.space import Config, Device, Space, chosen, measured_ms
 from . import checks
 
 BACKENDS = ("auto", "eager", "triton", "cuda")
@@ -233,9 +233,10 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             why, name = f"measured faster than {name}", faster
         else:
             why = "first of cuda, triton, eager that supports the call"
-        choices = _choices(package, name, shape, device)
-        configs = {pass_: choice.config for pass_, choice in choices.items()}
-        origins = {pass_: choice.why for pass_, choice in choices.items()}
+        configs, origins = {}, {}
+        for pass_, space in spaces(package, name, shape, device).items():
+            choice = chosen(space, space.bucket(shape), device)
+            configs[pass_], origins[pass_] = choice.config, tables.reason(space, choice)
         return Explanation(op.__name__, name, why, configs, refused, origins)
     return Explanation(op.__name__, None, "see below", {}, refused)
 
@@ -257,13 +258,6 @@ def _spaces(package: str, backend: str, shape: Any) -> dict[str, Space]:
     else:
         found = {pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")}
     return {pass_: space for pass_, space in found.items() if space is not None}
-
-
-def _choices(package: str, backend: str, shape: Any, device: Device) -> dict[str, Choice]:
-    return {
-        pass_: chosen(space, space.bucket(shape), device)
-        for pass_, space in spaces(package, backend, shape, device).items()
-    }
 
 
 # ---- autocast -----------------------------------------------------------------------------------

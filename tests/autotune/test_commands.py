@@ -106,6 +106,20 @@ def test_a_config_that_kills_its_process_is_rejected_and_the_rest_goes_on(
     assert entry.reason == "killed its process (SIGABRT)"
 
 
+def test_kernels_are_compiled_before_they_run(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    compiling = {"PROBE_KERNELS": "1", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command.sweep(*command.with_shapes(32), configs="10 8:uncompilable 9", **compiling)
+    assert chosen(command.table.rows) == {"block16-cost902-fault0-wide0-w4-s2"}
+    (entry,) = command.table.rejected
+    assert entry.reason.startswith("double does not compile: CompilationError")
+    assert ("begin", entry.config) not in command.events()  # it never ran
+    (kernel,) = next(row for row in command.table.rows if row.pass_ == "fwd").notes["kernels"]
+    assert kernel["kernel"] == "double"
+    assert (kernel["matrix"], kernel["stack"]) == ("fma", 0)
+    assert kernel["registers"] > 0
+
+
 def test_a_config_that_hangs_is_rejected_and_the_rest_goes_on(command: Command) -> None:
     command.sweep(*command.with_shapes(32), "--patience", "12", configs="10 8:hangs 9")
     assert chosen(command.table.rows) == {"block16-cost902-fault0-wide0-w4-s2"}

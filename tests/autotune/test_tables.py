@@ -172,9 +172,12 @@ def test_another_gpu_of_the_architecture_serves_where_this_one_has_no_row() -> N
 def test_older_source_still_serves_and_says_so() -> None:
     ship(row(BIG, source="0" * 16))
     found = chosen(SPACE, EXACT, GPU)
-    assert (found.config, found.why) == (BIG, "table nvidia-test, measured on older source")
+    assert (found.config, found.why) == (BIG, "table nvidia-test")
+    assert tables.reason(SPACE, found) == "table nvidia-test, measured on older source"
     assert tables.older(row(source="0" * 16), [SPACE])
     assert not tables.older(row(), [SPACE])
+    ship(row(BIG))
+    assert tables.reason(SPACE, chosen(SPACE, EXACT, GPU)) == "table nvidia-test"
 
 
 def test_rejections_hold_for_source_compiler_and_architecture() -> None:
@@ -193,6 +196,17 @@ def test_a_rejected_default_is_replaced_and_if_nothing_is_left_it_is_said() -> N
     ship(refused=tuple(map(rejected, SPACE.configs)))
     with pytest.raises(RuntimeError, match=r"every config .* was rejected, block32-w4-s2 because"):
         choose(SPACE, EXACT, GPU)
+
+
+def test_a_launch_parses_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ship(row(BIG))
+
+    def never(space: Space) -> str:
+        raise AssertionError("parsed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "fingerprint", never)
+        assert choose(SPACE, EXACT, GPU) == BIG
 
 
 def test_files_are_read_once_and_again_after_reload(monkeypatch: pytest.MonkeyPatch) -> None:

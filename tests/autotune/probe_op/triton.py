@@ -14,9 +14,12 @@ from fastweights.ops import alloc, triton_runtime
 FAULTS = {
     name: number
     for number, name in enumerate(
-        ("right", "wrong", "edge", "racy", "unwritten", "large", "raises", "hangs", "dies")
+        (
+            "right", "wrong", "edge", "racy", "unwritten", "large", "raises", "hangs", "dies",
+            "uncompilable",
+        )
     )
-}
+}  # fmt: skip
 LARGE = 512  # rows from which the fault "large" shows
 
 
@@ -114,6 +117,11 @@ def _run(pass_, shape, x):
     space = SPACES[pass_]
     chosen = choose(space, space.bucket(shape), Device.of(shape.device))
     if triton_runtime._recorded:  # launches are recorded, not run
+        if "PROBE_KERNELS" in os.environ:
+            block = 3 if chosen["FAULT"] == FAULTS["uncompilable"] else 64
+            kernel, sizes = ("probe_kernels", "double"), {"BLOCK": block}
+            both = {"x": x, "y": x}
+            triton_runtime.launch("probe_op", kernel, 1, x.device, chosen, both, sizes)
         return alloc.empty(x.shape, dtype=x.dtype, device=x.device)
     runs.append(chosen.name)
     clock.now += cost_of.get((chosen.name, shape.cols), chosen["COST"]) / 1e5
