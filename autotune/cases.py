@@ -101,10 +101,17 @@ def tuning_of(op: str) -> ModuleType:
 
 
 def problems_of(tuning: ModuleType, shapes: Sequence[dict[str, Any]] | None) -> list[Any]:
-    """The problems of a tuning file, or those that `shapes` describe."""
+    """The problems of a tuning file, or those that `shapes` describe.
+
+    Raises:
+        ValueError: a shape that the tuning file does not take.
+    """
     if shapes is None:
         return list(tuning.PROBLEMS)
-    return [tuning.problem(**shape) for shape in shapes]
+    try:
+        return [tuning.problem(**shape) for shape in shapes]
+    except TypeError as error:
+        raise ValueError(f"shapes: {error}") from None
 
 
 def collect(

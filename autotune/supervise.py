@@ -19,6 +19,7 @@ from pathlib import Path
 from .log import append, unfinished
 
 BROKEN = 70  # exit status of a process whose device broke; the log says by which config
+START = 60.0  # seconds that imports may take before the first line
 FINAL = (0, 1, 2, 3, 4)  # exit statuses that starting again would not change
 
 
@@ -64,7 +65,8 @@ def _wait(process: subprocess.Popen[bytes], logs: Sequence[Path], patience: floa
             return False
         except subprocess.TimeoutExpired:
             pass
-        last = max([begun, *(path.stat().st_mtime for path in logs if path.exists())])
+        touched = [path.stat().st_mtime for path in logs if path.exists()]
+        last = max((when for when in touched if when > begun), default=begun + START)
         if time.time() - last > patience:
             process.kill()
             process.wait()

@@ -37,7 +37,7 @@ from .timing import first_line
 
 WIN = 1.02  # how much faster than the default a config has to be
 WARM_UP = 2
-TOGETHER = 8  # cases that are compiled at once, before the first of them is measured
+TOGETHER = 16  # cases that are compiled at once, before the first of them is measured
 
 
 class BrokenDevice(RuntimeError):
