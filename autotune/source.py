@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from .space import Space
 
@@ -67,8 +68,7 @@ def _visit(path: Path, found: dict[Path, str]) -> None:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         _drop_docstring(node)
-    # Not ast.dump: what that prints differs between versions of Python.
-    found[path] = ast.unparse(tree)
+    found[path] = written(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1]
@@ -77,6 +77,27 @@ def _visit(path: Path, found: dict[Path, str]) -> None:
                 imported = folder.joinpath(*name.split(".")).with_suffix(".py")
                 if imported.is_file():
                     _visit(imported, found)
+
+
+def written(node: Any) -> str:
+    """A syntax tree in one form for all versions of Python.
+
+    What `ast.dump` and `ast.unparse` print differs from 3.10 to 3.11, 3.12 and 3.13.
+    """
+    if isinstance(node, list):
+        return f"[{','.join(map(written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = [
+        f"{name}={written(value)}"
+        for name, value in ast.iter_fields(node)
+        if name not in _IGNORED and value is not None and value != []
+    ]
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+# What is implied, is no code, or is not in every version.
+_IGNORED = ("ctx", "kind", "type_comment", "type_ignores", "type_params")
 
 
 def _drop_docstring(node: ast.AST) -> None:

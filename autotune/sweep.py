@@ -122,10 +122,11 @@ def sweep(cases: Sequence[Case], options: Options) -> Outcome:
                     timing.free_memory(options.device)
         for work in works:
             work.report(outcome)
-    # What an earlier run measured may not be in this run's table.
-    here = Device.of(options.device)
-    found = tables.Table(here.name, here.arch, tuple(outcome.rows), tuple(outcome.rejected))
-    if outcome.rows or outcome.rejected:
+    done = [work for work in works if work.progress.done]
+    if done:  # what an earlier run measured may not be in this run's table
+        here = Device.of(options.device)
+        rejected = [entry for work in done for entry in work.rejected()]
+        found = tables.Table(here.name, here.arch, tuple(outcome.rows), tuple(rejected))
         tables.update(options.out, found)
     reload()
     return outcome

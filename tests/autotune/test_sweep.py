@@ -330,6 +330,22 @@ def test_a_spent_budget_begins_nothing_and_says_what_is_left(probe: Any, tmp_pat
     assert not tables.path_of("nvidia-test").exists()
 
 
+def test_a_case_half_done_leaves_the_tables_row_alone(
+    probe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward(probe, probe.config(16, 1000), probe.config(16, 900, "wrong"))
+    how = options(tmp_path)
+    first = sweep.sweep(found(), how)
+    monkeypatch.setattr(source, "fingerprint", lambda space: "another")
+    (case,) = found()
+    bound = sweep._Work(case, how, Log(how.log)).bound
+    Log(how.log).write("rejected", case.name, bound, config=first.rows[0].config, reason="is late")
+    again = sweep.sweep(found(), replace(how, deadline=0.0))
+    assert again.left
+    assert [entry.reason for entry in again.rejected] == ["is late"]
+    assert tables.load(how.out).rows == tuple(first.rows)
+
+
 def test_shards_joined_are_the_whole(probe: Any, tmp_path: Path) -> None:
     default, a, b = (probe.config(16, cost) for cost in (2000, 1000, 1005))
     forward(probe, default, a, b, probe.config(16, 500, "racy"))
