@@ -34,10 +34,10 @@ def draw(table: Table, path: Path) -> None:
     figure = Figure(figsize=(6 * COLUMNS, 6 + 3 * lines), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[6, 3 * lines])
     _roofline(top.subplots(), table.rows, peak(table.gpu))
-    axes = bottom.subplots(lines, COLUMNS, squeeze=False).flat
+    axes = list(bottom.subplots(lines, COLUMNS, squeeze=False).flat)
     for axis, row in zip(axes, table.rows, strict=False):
         _bars(axis, row)
-    for axis in list(axes)[len(table.rows) :]:
+    for axis in axes[len(table.rows) :]:
         axis.set_axis_off()
     figure.suptitle(f"{table.gpu}, configs as swept")
     data = io.BytesIO()
