@@ -1,5 +1,5 @@
 """Config spaces, and the one function through which launchers pick a config."""
 
-from .space import Config, Device, Space, choose, use_config
+from .space import Config, Device, Space, choose, reload, use_config
 
-__all__ = ["Config", "Device", "Space", "choose", "use_config"]
+__all__ = ["Config", "Device", "Space", "choose", "reload", "use_config"]

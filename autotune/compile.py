@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -33,6 +33,7 @@ from typing import Any
 
 from . import sass
 from .space import Config, Device
+from .supervise import end_with
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,14 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
     constexprs = dict(source.constexprs)
     types = {arg: "constexpr" if arg in constexprs else None for arg in kernel.arg_names}
     signature = {arg: kind or source.signature[arg] for arg, kind in types.items()}
+    # As a launch states them, with the empty ones of other pointers and of words: it then finds in
+    # Triton's cache what is compiled here.
     aligned = {
-        (kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in source.divisible
+        (index,): [["tt.divisibility", 16]] if arg in source.divisible else []
+        for index, arg in enumerate(kernel.arg_names)
+        if arg in source.divisible
+        or source.signature.get(arg, "").startswith("*")
+        or isinstance(constexprs.get(arg), str)
     }
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     start = time.perf_counter()
@@ -366,11 +373,15 @@ def _without_interpreter() -> Iterator[None]:
 
 
 def compile_all(
-    sources: Sequence[Source], target: str, *, workers: int | None = None
+    sources: Sequence[Source],
+    target: str,
+    *,
+    workers: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[Report]:
     """Compile many kernels in parallel processes; reports come in the order of `sources`.
 
-    A kernel on which the compiler dies costs its own report only.
+    A kernel on which the compiler dies costs its own report only. `progress` is called after each.
     """
     from tqdm import tqdm
 
@@ -386,6 +397,7 @@ def compile_all(
                 with contextlib.suppress(BrokenProcessPool):
                     reports[futures[future]] = future.result()
                     bar.update()
+                    progress()
         # A dead worker takes the pool along; alone, each remaining kernel answers for itself.
         for index in sorted(set(range(len(sources))) - set(reports)):
             with _pool(1) as pool:
@@ -397,7 +409,9 @@ def compile_all(
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    """Processes that end with this one, also if it is killed."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, initializer=end_with, initargs=(os.getpid(),))
 
 
 Group = tuple[CompileCase, ...]

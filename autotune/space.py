@@ -5,7 +5,8 @@ hashed, printed, stored and sent to another process; `fits` drops those a device
 `bucket` maps a call's shape to a short key without raw lengths, so that a new length is not a new
 key; `default` is a closed-form rule from key and device to one of the configs.
 
-Nothing here tunes: choosing reads a forced config, else the default.
+Nothing here tunes: choosing reads a forced config, else what a sweep wrote into a table (`tables`),
+else the default.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 Key = tuple[Any, ...]
 
+DEFAULT = "closed-form default"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -30,12 +33,14 @@ class Device:
         shared_bytes: shared memory one block may use.
         registers: 32-bit registers of one multiprocessor.
         multiprocessors: how many there are.
+        name: slug of the GPU's name, "nvidia-h200", by which tables are found; "" has no table.
     """
 
     arch: str
     shared_bytes: int
     registers: int = 65536
     multiprocessors: int = 1
+    name: str = ""
 
     @property
     def capability(self) -> int:
@@ -75,7 +80,13 @@ def _cuda_device(index: int) -> Device:
         shared_bytes=properties.shared_memory_per_block_optin,
         registers=properties.regs_per_multiprocessor,
         multiprocessors=properties.multi_processor_count,
+        name=slug(properties.name),
     )
+
+
+def slug(name: str) -> str:
+    """A device's name as a file name: "NVIDIA H200" is "nvidia-h200"."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class Config:
         return "-".join([*parts, f"w{self.num_warps}", f"s{self.num_stages}"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object is one space: compared and hashed as such
 class Space:
     """All configs of one pass of one op on one backend.
 
@@ -137,6 +148,8 @@ class Space:
         fits: `fits(config, key, device)`: None, or the reason why the config cannot run.
         bucket: `bucket(shape)`: the key of a call; holds no raw length.
         default: `default(key, device)`: the closed-form choice; one of `configs`.
+        sources: where the kernels are: modules of Triton kernels, files under csrc.
+        near: fields of the key in which a measured row may differ from the call that it serves.
     """
 
     op: str
@@ -146,6 +159,13 @@ class Space:
     fits: Callable[[Config, Key, Device], str | None]
     bucket: Callable[[Any], Key]
     default: Callable[[Key, Device], Config]
+    sources: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The space in error messages and reports."""
+        return f"{self.op}/{self.pass_}/{self.backend}"
 
     def fitting(self, key: Key, device: Device) -> list[Config]:
         """The configs that run for this key on this device."""
@@ -172,12 +192,33 @@ def use_config(space: Space, config: Config) -> Iterator[None]:
         stack.pop()
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A config and the reason for it.
+
+    Attributes:
+        config: to be launched.
+        why: what `explain` says of it.
+        source: `source.fingerprint` of what was measured; None if nothing was.
+    """
+
+    config: Config
+    why: str
+    source: str | None = None
+
+
 def choose(space: Space, key: Key, device: Device) -> Config:
-    """The config to launch with: a forced one, else the closed-form default.
+    """The config to launch with: a forced one, else a measured one, else the closed-form default.
 
     Raises:
         ValueError: if the forced config does not fit this call; it is never replaced in silence.
+        RuntimeError: every config that fits was measured to be wrong on this device.
     """
+    return chosen(space, key, device).config
+
+
+def chosen(space: Space, key: Key, device: Device) -> Choice:
+    """As `choose`, with the reason."""
     stack = _forced.get((space.op, space.pass_, space.backend))
     if stack:
         reason = space.fits(stack[-1], key, device)
@@ -185,10 +226,33 @@ def choose(space: Space, key: Key, device: Device) -> Config:
             raise ValueError(
                 f"config {stack[-1].name} of {space.op}/{space.pass_} cannot run here: {reason}"
             )
-        return stack[-1]
-    return _default(space, key, device)
+        return Choice(stack[-1], "forced")
+    return _settled(space, key, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _default(space: Space, key: Key, device: Device) -> Config:
-    return space.default(key, device)
+def _settled(space: Space, key: Key, device: Device) -> Choice:
+    """Files are read for a device's first key alone; later calls find their answer here."""
+    if not device.name:
+        return Choice(space.default(key, device), DEFAULT)
+    from . import tables
+
+    return tables.consult(space, key, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def measured_ms(space: Space, key: Key, device: Device) -> tuple[str, float] | None:
+    """What was timed for exactly this bucket on this GPU, and its milliseconds; None: nothing."""
+    from . import tables
+
+    row = tables.measured(space, key, device)
+    return None if row is None else (f"{row.problem} {row.dtype}", row.ms)
+
+
+def reload() -> None:
+    """Forget what tables said: the next choice reads them again."""
+    from . import tables
+
+    _settled.cache_clear()
+    measured_ms.cache_clear()
+    tables.forget()

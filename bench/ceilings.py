@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..autotune.timing import free_memory, time_calls
 from ..ops import flops
 from .cases import DTYPES
-from .timing import free_memory, time_calls
 
 
 def copy_gbps(device: torch.device, seconds: float = 0.3) -> float:

@@ -1,7 +1,8 @@
 """The `fastweights` command.
 
 fastweights bench …             time ops beside their peers (this folder)
-fastweights autotune compile …  compile every config and report its resources
+fastweights autotune …          prove, time and choose configs: sweep, compile, show, diff, merge
+fastweights explain OP …        say which backend and configs a call would get, and why
 fastweights env                 print what a measurement here would run on
 """
 
@@ -20,8 +21,6 @@ from .. import __version__
 if TYPE_CHECKING:
     from .cases import Case
 
-AUTOTUNE = {"compile": "fastweights.autotune.compile"}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status.
@@ -36,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="time ops beside their peers")
     _bench_options(bench)
-    tune = commands.add_parser("autotune", help="compile and report every config", add_help=False)
-    tune.add_argument("rest", nargs=argparse.REMAINDER)
+    commands.add_parser("autotune", help="prove, time and choose configs", add_help=False)
+    commands.add_parser("explain", help="say what a call would run", add_help=False)
     commands.add_parser("env", help="print device, driver, versions and commit")
 
     # argparse would take options meant for the inner command for its own.
-    if arguments[:1] == ["autotune"]:
-        return _autotune(arguments[1:])
+    if arguments[:1] in (["autotune"], ["explain"]):
+        inner: Any = importlib.import_module("fastweights.autotune.cli")
+        command = inner.main if arguments[0] == "autotune" else inner.explain
+        return int(command(arguments[1:]))
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _environment()
@@ -51,14 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"fastweights bench: {error}", file=sys.stderr)
         return 2
-
-
-def _autotune(arguments: list[str]) -> int:
-    if not arguments or arguments[0] not in AUTOTUNE:
-        known = ", ".join(AUTOTUNE)
-        print(f"usage: fastweights autotune {{{known}}} …", file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    return int(importlib.import_module(AUTOTUNE[arguments[0]]).main(arguments[1:]) or 0)
 
 
 def _environment() -> int:

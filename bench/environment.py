@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..autotune import space
 
 _QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 
@@ -85,5 +86,4 @@ def slug(environment: dict[str, str | None]) -> str:
     name = environment["device"] or "unknown"
     if name.startswith("CPU"):
         return "cpu"
-    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
-    return "-".join(words)
+    return space.slug(name)

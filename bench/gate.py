@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autotune.timing import first_line, free_memory
 from ..autotune.verify import Comparison
 from ..ops import alloc
 from .family import Contender, Family, Results, Work
-from .timing import first_line, free_memory
 
 SEEDS = 3
 

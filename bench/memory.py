@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..autotune.timing import free_memory
 from .family import Work
-from .timing import free_memory
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..autotune.space import slug
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -44,8 +46,8 @@ _PEAKS = (
 
 
 def peak(device_name: str) -> Peak | None:
-    """The data sheet of a GPU by its CUDA name, or None."""
+    """The data sheet of a GPU by its CUDA name or the slug of that, or None."""
     for part, values in _PEAKS:
-        if part in device_name:
+        if slug(part) in slug(device_name):
             return values
     return None

@@ -7,7 +7,6 @@ A row is a plain dict, the same in memory, in the record and in the table. `stat
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -17,13 +16,14 @@ from typing import Any
 
 import torch
 
+from ..autotune.timing import first_line, free_memory, l2_bytes, own_stream
 from .cases import Case, Target
 from .families import FAMILIES
 from .family import Contender, Unavailable, Work
 from .gate import check
 from .memory import peak_bytes
 from .peaks import Peak, peak
-from .timing import Timing, first_line, free_memory, l2_bytes, time_works
+from .timing import Timing, time_works
 
 Row = dict[str, Any]
 
@@ -108,7 +108,7 @@ def run_case(
 ) -> list[Row]:
     """All rows of one case. No contender's failure keeps another from its row."""
     rows: list[Row] = []
-    with _own_stream(options.device):
+    with own_stream(options.device):
         built, failed, verdicts = _build(case, contenders, options)
         for mode in case.modes:
             new = _mode(case, mode, contenders, built, failed, verdicts, options)
@@ -119,13 +119,6 @@ def run_case(
         del built
     free_memory(options.device)
     return rows
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A stream that may be captured; the default one may not."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _build(

@@ -70,6 +70,34 @@ def keep(files: Mapping[str, bytes], *names: str) -> Path:
     return path
 
 
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, over what was there; the caller holds a lock for it.
+
+    A draft that a killed process left behind goes, too.
+
+    Raises:
+        PermissionError: the file belongs to a cache that is read-only.
+        OSError: it cannot be written.
+    """
+    if read_only() and home() in path.parents:
+        raise PermissionError(f"FASTWEIGHTS_READONLY=1: {home()} is not written")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".draft-{path.name}-"
+    for stale in path.parent.glob(f"{prefix}*"):
+        stale.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.chmod(0o644)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def lock(name: str) -> Iterator[None]:
     """Hold `name` against other processes; a holder that dies lets go. Free if read-only."""

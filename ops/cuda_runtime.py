@@ -65,7 +65,7 @@ def missing() -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed: pip install 'fastweights[cuda13]' (or cuda12)"
     try:
-        _compiler_version()
+        compiler_version()
     except Exception as error:  # CuPy raises what the loader of shared libraries says
         return f"NVRTC does not load ({error}): pip install 'fastweights[cuda13]' (or cuda12)"
     return None
@@ -106,7 +106,7 @@ def compiled(kernel: Kernel, arch: str) -> Cubin:
 
 
 def _key(kernel: Kernel, arch: str) -> str:
-    parts = (kernel.name, arch, *FLAGS, str(_compiler_version()), *texts(CSRC / kernel.source))
+    parts = (kernel.name, arch, *FLAGS, str(compiler_version()), *texts(CSRC / kernel.source))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
@@ -187,7 +187,8 @@ def _nvrtc() -> Any:
 
 
 @functools.cache
-def _compiler_version() -> tuple[int, int]:
+def compiler_version() -> tuple[int, int]:
+    """Major and minor number of NVRTC."""
     return tuple(_nvrtc().getVersion())
 
 

@@ -17,6 +17,7 @@ tensors, so a compiled graph does not depend on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ..autotune.space import Config, Device, choose
+from ..autotune import tables
+from ..autotune.space import Config, Device, Space, chosen, measured_ms
 from . import checks
 
 BACKENDS = ("auto", "eager", "triton", "cuda")
 ORDER = ("cuda", "triton", "eager")
+WIN = 1.02  # by how much a backend has to be faster to be taken before an earlier one
 
 LIBRARY = torch.library.Library("fastweights", "DEF")
 
@@ -60,6 +63,7 @@ def requested(op: str, backend: str) -> str:
     return _backend_stack[-1] if backend == "auto" else backend
 
 
+@functools.cache
 def implementation(package: str, backend: str) -> ModuleType | None:
     """The backend module of an op package, or None if the package has none of that name."""
     name = f"{package}.{backend}"
@@ -102,11 +106,34 @@ def resolve(package: str, shape: Any, backend: str) -> ModuleType:
     for name in _auto_order(arch):
         reason = refusal(package, name, shape, arch)
         if reason is None:
-            module = implementation(package, name)
+            module = implementation(package, _faster(package, name, shape) or name)
             assert module is not None
             return module
         reasons.append(f"{name}: {reason}")
     raise ValueError(f"{op}: no backend supports this call ({'; '.join(reasons)})")
+
+
+def _faster(package: str, first: str, shape: Any) -> str | None:
+    """A backend that a sweep found faster than the first that supports a call; None if none.
+
+    Only rows count that were timed on one and the same problem.
+    """
+    device = Device.of(shape.device)
+    if not tables.contested(package.rpartition(".")[2], device):
+        return None
+    pass_ = "bwd" if getattr(shape, "backward", False) else "fwd"
+    found: dict[str, tuple[str, float]] = {}
+    for name in ORDER[ORDER.index(first) :]:
+        space = _spaces(package, name, shape).get(pass_)
+        timed = None if space is None else measured_ms(space, space.bucket(shape), device)
+        if timed and (name == first or refusal(package, name, shape, device.arch) is None):
+            found[name] = timed
+    if first not in found:
+        return None
+    problem, limit = found.pop(first)
+    rivals = {name: ms for name, (timed, ms) in found.items() if timed == problem}
+    best = min(rivals, key=lambda name: rivals[name], default=None)
+    return best if best is not None and WIN * rivals[best] < limit else None
 
 
 def _auto_order(arch: str) -> tuple[str, ...]:
@@ -126,6 +153,7 @@ class Explanation:
         why: why that one.
         configs: chosen config of each pass ("fwd", "bwd"), where the backend has config spaces.
         refused: the other backends and what keeps each from running.
+        origins: where each config comes from: a table, the closed-form default, …
     """
 
     op: str
@@ -133,10 +161,14 @@ class Explanation:
     why: str
     configs: dict[str, Config] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'nothing can run this call'} ({self.why})"]
-        lines += [f"  {pass_}: {config.name}" for pass_, config in self.configs.items()]
+        lines += [
+            f"  {pass_}: {config.name} ({self.origins[pass_]})"
+            for pass_, config in self.configs.items()
+        ]
         lines += [f"  not {backend}: {reason}" for backend, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -157,6 +189,23 @@ def explainable(package: str, plan: Callable[..., Any]) -> Callable[..., Any]:
     return register
 
 
+def public() -> list[Callable[..., Any]]:
+    """The public functions that `explain` takes."""
+    return list(_explained)
+
+
+def planned(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, Any]:
+    """The package of a public function, and the shape of a call of it.
+
+    Raises:
+        TypeError: `op` is not a public function of this package.
+    """
+    if op not in _explained:
+        raise TypeError(f"explain: op must be a public fastweights function, got {op!r}")
+    package, plan = _explained[op]
+    return package, plan(*args, **kwargs, concrete=True)
+
+
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation and configs a call of a public function would run, and why.
 
@@ -165,12 +214,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         TypeError: `op` is not a public function of this package.
     """
-    if op not in _explained:
-        raise TypeError(f"explain: op must be a public fastweights function, got {op!r}")
-    package, plan = _explained[op]
+    package, shape = planned(op, *args, **kwargs)
     asked = kwargs.get("backend", "auto")
     backend = requested(op.__name__, asked)
-    shape = plan(*args, **kwargs, concrete=True)
     device = Device.of(shape.device)
     refused: dict[str, str] = {}
     for name in (backend,) if backend != "auto" else ORDER:
@@ -180,28 +226,38 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         if reason is not None:
             refused[name] = reason
             continue
+        faster = _faster(package, name, shape) if backend == "auto" else None
         if backend != "auto":
             why = "asked for"
+        elif faster is not None:
+            why, name = f"measured faster than {name}", faster
         else:
             why = "first of cuda, triton, eager that supports the call"
-        return Explanation(op.__name__, name, why, _configs(package, name, shape, device), refused)
+        configs, origins = {}, {}
+        for pass_, space in spaces(package, name, shape, device).items():
+            choice = chosen(space, space.bucket(shape), device)
+            configs[pass_], origins[pass_] = choice.config, tables.reason(space, choice)
+        return Explanation(op.__name__, name, why, configs, refused, origins)
     return Explanation(op.__name__, None, "see below", {}, refused)
 
 
-def _configs(package: str, backend: str, shape: Any, device: Device) -> dict[str, Config]:
+def spaces(package: str, backend: str, shape: Any, device: Device) -> dict[str, Space]:
+    """The config spaces of a call on a backend, by pass; those alone that have a config for it."""
+    return {
+        pass_: space
+        for pass_, space in _spaces(package, backend, shape).items()
+        # A pass that no config serves runs on another backend.
+        if space.fitting(space.bucket(shape), device)
+    }
+
+
+def _spaces(package: str, backend: str, shape: Any) -> dict[str, Space]:
     module: Any = implementation(package, backend)
     if hasattr(module, "spaces"):
-        spaces = module.spaces(shape)
+        found = module.spaces(shape)
     else:
-        spaces = {
-            pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")
-        }
-    return {
-        pass_: choose(space, space.bucket(shape), device)
-        for pass_, space in spaces.items()
-        # A pass that no config serves runs on another backend.
-        if space is not None and space.fitting(space.bucket(shape), device)
-    }
+        found = {pass_: getattr(module, f"SPACE_{pass_.upper()}", None) for pass_ in ("fwd", "bwd")}
+    return {pass_: space for pass_, space in found.items() if space is not None}
 
 
 # ---- autocast -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ for each matrix.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
@@ -101,8 +102,10 @@ def _fits(config: Config, key: Key, device: Device, pass_: str) -> str | None:
     if device.capability < 80:
         return f"is written for sm_80 and newer, this is {device.arch}"
     least = memory(config, pass_, 1, 0).shared
+    if least > device.shared_bytes:
+        return f"needs {least} bytes of shared memory, a block has {device.shared_bytes}"
     if least > block_bytes(config, device):
-        return f"needs {least} bytes of shared memory, a block has {block_bytes(config, device)}"
+        return f"{config['EACH']} blocks of {least} bytes do not fit into a multiprocessor"
     return None
 
 
@@ -114,6 +117,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     return _fits(config, key, device, "bwd")
 
 
+@functools.lru_cache(maxsize=4096)
 def refusal(space: Space, key: Key, device: Device) -> str | None:
     """None, or why no config of the space serves this call."""
     if space.fitting(key, device):
@@ -148,6 +152,11 @@ def _configs(
     )
 
 
+SOURCES = tuple(
+    f"newton_schulz/newton_schulz{name}.cuh"
+    for name in ("_sm80", "_stack_sm80", "_sm90", "_256_sm90", "_256_backward_sm90")
+)
+
 # EACH: first as many as registers leave room for by `__launch_bounds__`.
 SPACE_FWD = Space(
     op=OP,
@@ -175,6 +184,7 @@ SPACE_FWD = Space(
     fits=_fits_fwd,
     bucket=bucket,
     default=_default_fwd,
+    sources=SOURCES,
 )
 
 SPACE_BWD = Space(
@@ -203,4 +213,5 @@ SPACE_BWD = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
+    sources=SOURCES,
 )

@@ -15,8 +15,10 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned
 from . import triton_large as large
-from .op import PACKAGE, NewtonSchulzShape
+from .op import NewtonSchulzShape
 from .triton_spaces import (
+    FACTOR_KERNELS,
+    KERNELS,
     OP,
     SPACE_BWD,
     SPACE_FACTOR_BWD,
@@ -30,8 +32,6 @@ from .triton_spaces import (
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "spaces", "supports"]
 
-KERNELS = f"{PACKAGE}.triton_kernels"
-FACTOR_KERNELS = f"{PACKAGE}.triton_factor"
 FACTOR_ROWS = max(config["ROWS"] for config in SPACE_FACTOR_FWD.configs)
 
 

@@ -60,7 +60,7 @@ def _config(block: int, depth: int, warps: int, stages: int) -> Config:
     return Config.make(warps, stages, BLOCK=block, BLOCK_K=depth)
 
 
-SPACE_SYMMETRIC = Space(
+SPACE_SYMMETRIC: Space = Space(
     op=OP,
     pass_="symmetric",
     backend="triton",
@@ -75,6 +75,7 @@ SPACE_SYMMETRIC = Space(
     default=lambda key, device: next(
         c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None
     ),
+    sources=KERNEL[:1],
 )
 
 
@@ -202,7 +203,8 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
 
 def _product(left: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
     """alpha·left·x + beta·x into rows on units."""
-    out = rows_on_units(*x.shape, x.dtype, x.device)
+    batch, rows, cols = x.shape
+    out = rows_on_units(batch, rows, cols, x.dtype, x.device)
     if left.device.type == "cpu":  # torch's own fp16 product is slow there
         return out.copy_(torch.baddbmm(x.float(), left.float(), x.float(), beta=beta, alpha=alpha))
     return torch.baddbmm(x, left, x, beta=beta, alpha=alpha, out=out)

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import torch
 
 from ...autotune.space import Config, Device, Key, Space
-from .op import NewtonSchulzShape
+from .op import PACKAGE, NewtonSchulzShape
 
 OP = "newton_schulz"
+KERNELS = f"{PACKAGE}.triton_kernels"
+FACTOR_KERNELS = f"{PACKAGE}.triton_factor"
 LEAST = 16  # side of the smallest tile that products take
 MOST_ROWS = 128
 
@@ -149,6 +151,8 @@ SPACE_FWD = Space(
     fits=_fits_fwd,
     bucket=bucket,
     default=_default_fwd,
+    sources=(KERNELS,),
+    near=("cols",),
 )  # fmt: skip
 
 SPACE_BWD = Space(
@@ -165,6 +169,8 @@ SPACE_BWD = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
+    sources=(KERNELS,),
+    near=("cols",),
 )
 
 
@@ -188,6 +194,7 @@ def _factor_space(pass_: str, each: int, *tiles: tuple[int, int]) -> Space:
         fits=_factor_fits,
         bucket=_factor_bucket,
         default=lambda key, device: space.fitting(key, device)[0],
+        sources=(FACTOR_KERNELS,),
     )
     return space
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ... import reference
 from ...autotune.compile import CompileCase, target_device
 from ...autotune.space import Config, Device, Space, assume_device, use_config
-from ...reference import newton_schulz as reference
 from .. import cuda_runtime, triton_runtime
-from . import cuda, newton_schulz, triton, triton_large
+from . import cuda, gram_newton_schulz_factor, newton_schulz, triton, triton_large
 from .coefficients import schedule
 from .op import NewtonSchulzShape
 from .triton_spaces import OP, SPACE_BWD, SPACE_FACTOR_BWD, SPACE_FACTOR_FWD, SPACE_FWD
@@ -23,12 +23,28 @@ from .triton_spaces import OP, SPACE_BWD, SPACE_FACTOR_BWD, SPACE_FACTOR_FWD, SP
 
 @dataclass(frozen=True)
 class Problem:
-    """One stack that a sweep times."""
+    """One stack that a sweep times.
+
+    `factor`: the factor of its Gram matrices is asked for, which are `cols` wide. `dtypes`: those
+    it is swept in unless others are asked for. 16-bit types share their buckets.
+    """
 
     name: str
     batch: int
     rows: int
     cols: int
+    factor: bool = False
+    dtypes: tuple[str, ...] = ("bf16",)
+
+    @property
+    def checks(self) -> tuple[Problem, Problem]:
+        """Two ragged ones, wide and tall, of more matrices than run at a time."""
+        large = min(self.rows, self.cols) >= triton_large.LEAST_ROWS
+        if large:
+            return replace(self, rows=1031, cols=2055), replace(self, rows=1500, cols=1029)
+        batch = 9000 if max(self.rows, self.cols) <= 32 else 1100 if self.rows <= 64 else 400
+        wide = replace(self, batch=batch, rows=self.rows - 3, cols=self.cols - 1)
+        return wide, replace(wide, rows=self.cols - 2, cols=self.rows - 1)
 
     @property
     def call(self) -> dict[str, Any]:
@@ -38,7 +54,18 @@ class Problem:
     @property
     def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The public function and its reference."""
-        return newton_schulz, reference
+        if self.factor:
+            return gram_newton_schulz_factor, reference.gram_newton_schulz_factor
+        return newton_schulz, reference.newton_schulz
+
+    @property
+    def yardstick(self) -> Callable[..., Any] | None:
+        """Plain torch as the kernels may round: 16-bit iterates; None where that is the reference.
+
+        Singular values at the rounding of fp16 are lost by any iterate that is stored in it, and
+        near-square random matrices have some.
+        """
+        return None if self.factor else stored_in_fp16
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device | str, seed: int, batch: int | None = None
@@ -46,15 +73,52 @@ class Problem:
         """Fresh random arguments of the call; `batch` replaces the problem's own."""
         generator = torch.Generator(device).manual_seed(seed)
         size = (self.batch if batch is None else batch, self.rows, self.cols)
-        return {"x": torch.randn(size, generator=generator, device=device).to(dtype)}
+        x = torch.randn(size, generator=generator, device=device)
+        return {"gram": (x.mT @ x).to(dtype)} if self.factor else {"x": x.to(dtype)}
+
+
+def stored_in_fp16(x: torch.Tensor) -> torch.Tensor:
+    """The default call of `newton_schulz` in plain torch; wider inputs: the reference."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return reference.newton_schulz(x)
+    wide = x.float()
+    iterate = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(torch.float16)
+    tall = x.shape[-2] > x.shape[-1]
+    iterate = iterate.mT if tall else iterate
+    numbers = iter(schedule(OP, "muon", 5))
+    for a, b, c in zip(numbers, numbers, numbers, strict=True):
+        gram = iterate @ iterate.mT
+        iterate = a * iterate + (b * gram + c * (gram @ gram)) @ iterate
+    return (iterate.mT if tall else iterate).to(x.dtype)
+
+
+def problem(*, m: int, n: int | None = None, B: int = 1, function: str = OP) -> Problem:
+    """The problem of these sizes: B matrices of m × n; a factor has n = m."""
+    cols = m if n is None else n
+    return Problem(f"{B}x{m}x{cols}", B, m, cols, factor=function != OP)
 
 
 PROBLEMS = (
-    Problem("8192x64x64", 8192, 64, 64),
+    Problem("8192x64x64", 8192, 64, 64, dtypes=("bf16", "fp32")),
     Problem("2048x128x128", 2048, 128, 128),
-    Problem("16384x32x32", 16384, 32, 32),
+    Problem("16384x32x32", 16384, 32, 32, dtypes=("bf16", "fp32")),
+    Problem("16384x16x16", 16384, 16, 16),
+    Problem("8192x32x64", 8192, 32, 64),
+    Problem("4096x64x128", 4096, 64, 128),
     Problem("2048x64x256", 2048, 64, 256),
     Problem("1024x128x256", 1024, 128, 256),
+    Problem("512x256x256", 512, 256, 256),
+    Problem("1x4096x4096", 1, 4096, 4096),
+    *(Problem(f"{b}x{n}-factor", b, n, n, True, ("fp32",)) for b, n in ((8192, 32), (4096, 64))),
+)
+SPACES = (
+    SPACE_FWD,
+    SPACE_BWD,
+    SPACE_FACTOR_FWD,
+    SPACE_FACTOR_BWD,
+    triton_large.SPACE_SYMMETRIC,
+    cuda.SPACE_FWD,
+    cuda.SPACE_BWD,
 )
 
 

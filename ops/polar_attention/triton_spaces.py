@@ -14,9 +14,11 @@ import torch
 
 from ...autotune.space import Config, Device, Key, Space
 from .. import triton_runtime as runtime
-from .op import AttentionShape
+from .op import PACKAGE, AttentionShape
 
 OP = "polar_attention"
+# Of the bucket: what costs every tile about the same share of its time.
+NEAR = ("null_value", "windowed", "deterministic")
 MIN_BLOCK_D = 16
 SHORT = 2048  # keys, see Bucket
 HOPPER_WIDTHS = (64, 128, 192, 256)  # padded head widths of the Hopper kernels
@@ -255,6 +257,8 @@ SPACE_FWD = Space(
     fits=_fits_fwd,
     bucket=bucket,
     default=_default_fwd,
+    sources=(f"{PACKAGE}.triton_fwd", f"{PACKAGE}.hopper_fwd"),
+    near=NEAR,
 )  # fmt: skip
 
 
@@ -383,4 +387,6 @@ SPACE_BWD = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
+    sources=tuple(f"{PACKAGE}.{name}" for name in ("triton_bwd", "hopper_dkdv", "hopper_dq")),
+    near=NEAR,
 )

@@ -27,7 +27,10 @@ PARAMETERS = ("null_value", "null_base", "null_slope", "length_gain", "magnitude
 
 @dataclass(frozen=True)
 class Problem:
-    """One shape that a sweep times; `call` are keyword arguments of the public function."""
+    """One shape that a sweep times; `call` are keyword arguments of the public function.
+
+    `dtypes`: those it is swept in unless others are asked for. 16-bit types share their buckets.
+    """
 
     name: str
     batch: int
@@ -37,6 +40,18 @@ class Problem:
     head_dim: int
     polar: bool = True
     window: int | None = None
+    dtypes: tuple[str, ...] = ("bf16",)
+
+    @property
+    def checks(self) -> tuple[Problem, Problem]:
+        """Two ragged ones for float64: a tile and a half, and more tiles than multiprocessors."""
+        group = self.heads_q // self.heads_k
+        few = replace(self, batch=2, tokens=197, heads_q=2 * group, heads_k=2)
+        heads = max(1, 16 // group)
+        many = replace(self, batch=2, tokens=1061, heads_q=heads * group, heads_k=heads)
+        if self.window is None:
+            return few, many
+        return replace(few, window=51), replace(many, window=267)
 
     @property
     def call(self) -> dict[str, Any]:
@@ -74,6 +89,24 @@ class Problem:
         return made
 
 
+def problem(
+    *,
+    T: int,
+    D: int,
+    B: int = 1,
+    Hq: int = 16,
+    Hk: int | None = None,
+    window: int | None = None,
+    function: str = OP,
+) -> Problem:
+    """The problem of these sizes; `function`: "polar_attention" or "softmax_attention"."""
+    polar = function == OP
+    heads = Hq if Hk is None else Hk
+    words = [f"B{B}", f"T{T}", f"H{Hq}", f"D{D}", "" if polar else "softmax"]
+    words.append("" if window is None else f"window{window}")
+    return Problem("-".join(filter(None, words)), B, T, Hq, heads, D, polar, window)
+
+
 PROBLEMS = (
     Problem("T8k-D128", batch=4, tokens=8192, heads_q=16, heads_k=16, head_dim=128),
     Problem("T8k-D64", batch=4, tokens=8192, heads_q=16, heads_k=16, head_dim=64),
@@ -81,7 +114,15 @@ PROBLEMS = (
     Problem("T8k-D256", batch=2, tokens=8192, heads_q=16, heads_k=16, head_dim=256),
     Problem("T8k-D128-window", 4, 8192, 16, 16, 128, window=1024),
     Problem("T8k-D128-softmax", 4, 8192, 16, 16, 128, polar=False),
+    Problem("T2k-D128-softmax", 16, 2048, 16, 16, 128, polar=False),
+    Problem("T8k-D128-window-softmax", 4, 8192, 16, 16, 128, polar=False, window=1024),
+    Problem("T8k-D64-softmax", 4, 8192, 16, 16, 64, polar=False),
+    Problem("T2k-D64", 16, 2048, 16, 16, 64),
+    Problem("T8k-D192", 2, 8192, 16, 16, 192),
+    Problem("T2k-D128-fp32", 1, 2048, 8, 8, 128, dtypes=("fp32",)),
+    Problem("T2k-D128-fp32-softmax", 1, 2048, 8, 8, 128, polar=False, dtypes=("fp32",)),
 )
+SPACES = (SPACE_FWD, SPACE_BWD)
 
 
 # ---- compile reports ----------------------------------------------------------------------------

@@ -25,6 +25,14 @@ def double(x, y, BLOCK: tl.constexpr):
     tl.store(y + index, tl.load(x + index) * 2)
 
 
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["y"])
+def scaled(x, y, n: tl.int32, scale: tl.float32, HOW: tl.constexpr, BLOCK: tl.constexpr):
+    """y = scale·x or x over the first n numbers: arguments of every kind that a launcher passes."""
+    index = tl.arange(0, BLOCK)
+    read = tl.load(x + index, mask=index < n)
+    tl.store(y + index, read * scale if HOW == "scale" else read, mask=index < n)
+
+
 @triton.jit
 def broken(x, BLOCK: tl.constexpr):
     """Does not compile: a block of three elements."""

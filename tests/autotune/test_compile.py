@@ -289,6 +289,43 @@ def test_command_names_an_op_that_does_not_exist():
     assert "there is no op 'no_such_op'" in done.stderr
 
 
+LAUNCH = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from fastweights.autotune import Config
+from fastweights.autotune.compile import compile_kernel
+from fastweights.ops import triton_runtime
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+x = torch.zeros(64)
+kernel, config = ("probe_kernels", "scaled"), Config.make(num_warps=2, num_stages=3)
+arguments, constants = {"x": x, "y": x, "n": 5, "scale": 0.5}, {"HOW": "scale", "BLOCK": 64}
+with triton_runtime.record_launches() as sources:
+    triton_runtime.launch("probe", kernel, 1, x.device, config, arguments, constants)
+assert compile_kernel(sources[0], "sm_90").error is None
+seen = []
+triton.knobs.compilation.listener = lambda cache_hit, **_: seen.append(cache_hit)
+driver.set_active(Hopper())
+function = triton_runtime._kernel(*kernel)
+function.warmup(**arguments, **constants, num_warps=2, num_stages=3, grid=(1,))
+function.warmup(**arguments, **constants, num_warps=4, num_stages=3, grid=(1,))
+print(seen)
+"""
+
+
+def test_a_launch_finds_what_was_compiled_beforehand(tmp_path):
+    env = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", LAUNCH]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout.strip() == "[True, False]", done.stderr  # other warps are another kernel
+
+
 def test_a_name_that_is_no_kernel_is_refused(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     source = report_.KernelSource("probe_kernels", "not_a_kernel", {}, {})

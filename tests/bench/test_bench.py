@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import fastweights
+from fastweights.autotune.timing import time_calls
 from fastweights.bench import cli, families, gate, readme, record, runner, table
 from fastweights.bench.attention import ATTENTION
 from fastweights.bench.cases import Case, Target
 from fastweights.bench.families import select
 from fastweights.bench.family import Contender
-from fastweights.bench.timing import Timing, time_calls
+from fastweights.bench.timing import Timing
 from fastweights.ops import alloc
 
 CPU = torch.device("cpu")

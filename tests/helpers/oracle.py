@@ -1,7 +1,7 @@
 """Runs an op, the literal definition in float64 and in the op's dtype, and compares all three.
 
-What counts as right is `fastweights.autotune.verify`; this adds the runs: views full of NaN around
-them, poisoned allocation, gradients of every floating argument.
+What counts as right is `fastweights.autotune.verify`, a run is that of `autotune.check`; this adds
+views full of NaN around the inputs and several seeds.
 """
 
 from __future__ import annotations
@@ -14,60 +14,12 @@ from typing import Any
 
 import torch
 
+from fastweights.autotune.check import Tensors, bit_equal, is_floating, run
+from fastweights.autotune.check import named as named
 from fastweights.autotune.verify import Comparison
 from fastweights.ops import alloc
 
 from . import inputs
-
-Tensors = dict[str, torch.Tensor]
-
-
-def named(results: Any, name: str = "out") -> Tensors:
-    """Flatten results (tensor, tuple, named tuple, nested) to names and tensors, without None."""
-    if results is None:
-        return {}
-    if isinstance(results, torch.Tensor):
-        return {name: results}
-    names = getattr(results, "_fields", [f"{name}{i}" for i in range(len(results))])
-    flat: Tensors = {}
-    for part, value in zip(names, results, strict=True):
-        flat |= named(value, part)
-    return flat
-
-
-def is_floating(x: Any) -> bool:
-    """Whether x is a tensor that can take a gradient."""
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
-def run(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    upstream: Callable[[Tensors], Tensors] | None,
-) -> tuple[Tensors, Tensors]:
-    """Results of a call and, if `upstream` is given, the gradient of every floating argument.
-
-    `upstream` makes the gradients of the differentiable results from all results. An argument
-    that a result does not depend on has gradient zero.
-    """
-    if upstream is None:
-        with torch.no_grad():
-            return named(function(**arguments)), {}
-    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if is_floating(x)}
-    results = named(function(**(arguments | leaves)))
-    gradients = upstream(results)
-    for name in gradients:
-        if name not in results or not results[name].requires_grad:
-            raise AssertionError(f"no differentiable result {name} among {list(results)}")
-    outputs = [results[name] for name in gradients]
-    found = torch.autograd.grad(
-        outputs, list(leaves.values()), list(gradients.values()), allow_unused=True
-    )
-    by_name = {
-        f"d {name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
-    return {name: x.detach() for name, x in results.items()}, by_name
 
 
 @dataclass(frozen=True)
@@ -194,16 +146,6 @@ def collected() -> Iterator[list[str]]:
     yield failures
     if failures:
         raise AssertionError(f"{len(failures)} failed\n" + "\n".join(failures))
-
-
-def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same shape, dtype and bits (a NaN equals itself, 0 differs from −0)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
 
 
 def assert_bit_equal(got: Tensors, expected: Tensors, label: str = "") -> None:

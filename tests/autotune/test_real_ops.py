@@ -1,0 +1,154 @@
+"""The ops' own tuning files: every problem gives cases, and a sweep runs their kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastweights.autotune import Device, cases, check, space, sweep, tables
+from fastweights.autotune.space import assume_device, choose
+from fastweights.ops.newton_schulz import tuning as newton_schulz
+from fastweights.ops.polar_attention import tuning as polar
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TUNINGS = {"newton_schulz": newton_schulz, "polar_attention": polar}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("name", TUNINGS)
+def test_tuning_files_keep_the_protocol(name: str) -> None:
+    tuning: Any = TUNINGS[name]
+    names = [problem.name for problem in tuning.PROBLEMS]
+    assert len(set(names)) == len(names)
+    for problem in tuning.PROBLEMS:
+        assert set(problem.dtypes) <= set(cases.DTYPES)
+        first, second = problem.checks
+        assert first != second
+        for small in problem.checks:
+            assert small.functions == problem.functions
+
+
+RECORD = """
+import json, sys, torch
+from dataclasses import replace
+from fastweights.autotune import Device, cases
+from fastweights.autotune.space import assume_device
+
+tuning = cases.tuning_of(sys.argv[1])
+cpu, device = torch.device("cpu"), Device("sm_90", 232448, multiprocessors=132, name="nvidia-test")
+found = {}
+with assume_device(device):
+    for problem in tuning.PROBLEMS:
+        # The problem itself is large; its first check is of the same kind.
+        small = replace(problem.checks[0], dtypes=problem.dtypes)
+        for case in cases.collect([small], cpu):
+            if case.name in found: continue
+            calls = [case.call(small, cpu, seed=0)]
+            configs = case.configs(device, "full")
+            launched = [len(case.sources(config, calls)) for config in configs]
+            found[case.name] = [case.space.name, len(configs), min(launched)]
+print(json.dumps(list(found.values())))
+"""
+
+
+@pytest.mark.parametrize("name", TUNINGS)
+def test_every_config_of_every_case_can_be_launched(name: str) -> None:
+    """Launches are recorded on a machine without a GPU, as a sweep does to compile beforehand."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", RECORD, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    met = {space_name for space_name, _, _ in found}
+    wanted = {x.name for x in TUNINGS[name].SPACES}
+    from fastweights.ops import cuda_runtime
+
+    if cuda_runtime.missing() is not None:
+        wanted = {x for x in wanted if not x.endswith("/cuda")}
+    assert met == wanted
+    assert all(1 <= configs <= 24 and launched >= 1 for _, configs, launched in found)
+
+
+class Tiny:
+    """A problem cut down to what the interpreter can do, with checks of its own size."""
+
+    def __init__(self, problem: Any, *checks: Any) -> None:
+        self.problem, self.checks = problem, checks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.problem, name)
+
+
+def stack(batch: int, rows: int, cols: int, **changes: Any) -> Any:
+    return newton_schulz.Problem("tiny", batch, rows, cols, dtypes=("fp32",), **changes)
+
+
+def attention(tokens: int, **changes: Any) -> Any:
+    return polar.Problem("tiny", 1, tokens, 2, 1, 16, dtypes=("fp32",), **changes)
+
+
+TINY = {
+    "newton_schulz": Tiny(stack(3, 16, 16), stack(2, 13, 15), stack(1, 15, 9)),
+    "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
+    "polar": Tiny(attention(20), attention(17), attention(7)),
+    "softmax": Tiny(attention(20, polar=False), attention(17, polar=False)),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs kernels in Triton's interpreter, without a GPU")
+@pytest.mark.parametrize("name", TINY)
+def test_a_sweep_runs_the_ops_own_kernels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path))
+    monkeypatch.setattr(check, "REPEATS", 1)
+    monkeypatch.setattr(sweep.Options, "seconds", 0.0)
+    monkeypatch.setattr(cases, "QUICK", 2)
+    space.reload()
+    device = Device("cpu", shared_bytes=1 << 30, name="test-cpu")
+    out = tables.path_of(device.name)
+    with assume_device(device):
+        found = cases.collect([TINY[name]], CPU)
+        assert {case.space.pass_ for case in found} == {"fwd", "bwd"}
+        how = sweep.Options(CPU, out, tmp_path / "log", effort="quick")
+        outcome = sweep.sweep(found, how)
+        assert outcome.rejected == []
+        assert outcome.failed == []
+        assert len(outcome.rows) == 2
+        for case, row in zip(found, outcome.rows, strict=True):
+            assert 0 < row.error <= 1
+            chosen = choose(case.space, case.key, device)
+            (written,) = (x for x in tables.load(out).rows if x.pass_ == case.space.pass_)
+            assert chosen.name == written.config
+    space.reload()
+
+
+def test_plain_torch_in_fp16_is_a_fair_yardstick() -> None:
+    """It computes the same thing, and less exactly than the reference in fp32 does."""
+    x = torch.randn(4, 24, 40)
+    exact = newton_schulz.reference.newton_schulz(x.double())
+    assert torch.equal(newton_schulz.stored_in_fp16(x), newton_schulz.reference.newton_schulz(x))
+    for shaped in (x, x.mT):
+        wanted = exact if shaped is x else exact.mT
+        half = newton_schulz.stored_in_fp16(shaped.half()).double()
+        off = (half - wanted).norm() / wanted.norm()
+        assert 1e-5 < off < 5e-3
+
+
+def test_sizes_make_problems() -> None:
+    made = polar.problem(T=64, D=32, B=2, Hq=4, Hk=2, window=8, function="softmax_attention")
+    assert (made.name, made.polar) == ("B2-T64-H4-D32-softmax-window8", False)
+    assert made.inputs(torch.float32, CPU, 0)["k"].shape == (2, 64, 2, 32)
+    assert "null_base" in replace(made, polar=True).inputs(torch.float32, CPU, 0)
+    gram = newton_schulz.problem(m=8, B=3, function="gram_newton_schulz_factor")
+    assert gram.inputs(torch.float32, CPU, 0)["gram"].shape == (3, 8, 8)
