@@ -223,7 +223,11 @@ def _hopper(n: int, stages: int) -> Config:
 _FP32_FWD = _config(64, 32, 4, 2, HALF=0)
 _WIDE_FWD = (_hopper(64, 2), _config(128, 64, 8, 2, HALF=1), _config(64, 32, 4, 3, HALF=1))
 _PREFERRED_FWD = {
-    64: (_config(64, 128, 4, 2, HALF=1), _config(64, 64, 4, 3, HALF=1), _FP32_FWD),
+    64: (
+        _config(64, 128, 4, 2, HALF=1),
+        _config(64, 64, 4, 3, HALF=1),
+        _config(32, 64, 4, 2, HALF=0),
+    ),
     128: (_hopper(128, 2), _config(64, 64, 4, 3, HALF=1), _config(64, 64, 4, 2, HALF=1), _FP32_FWD),
     192: _WIDE_FWD,
     256: _WIDE_FWD,
@@ -347,7 +351,7 @@ _BWD_256 = _split((32, 64, 8, 2), (64, 64, 8, 2))
 _BWD_SMALL = _split((32, 64, 4, 2), (64, 32, 4, 2))
 _FP32_BWD = _split((32, 64, 8, 1), (64, 32, 4, 1), half=0)
 _PREFERRED_BWD = {
-    64: (_HOPPER_64, _BWD_64, _BWD_SMALL, _FP32_BWD),
+    64: (_HOPPER_64, _BWD_64, _BWD_SMALL, _split((32, 32, 4, 1), (32, 32, 4, 1), half=0)),
     128: (_HOPPER_128, _BWD_128, _BWD_SMALL, _FP32_BWD),
     192: (_HOPPER_192, _BWD_256),
     256: (_HOPPER_256, _BWD_256),
