@@ -147,9 +147,10 @@ def _configs(
     """Configs of one instance, the default first; four warps own a row of tiles."""
     if warps is None:
         warps = WARPS if rows <= WARP_SIDE else 4 * rows // TILE
-    return tuple(
-        Config.make(warps, 1, matrix, ROWS=rows, COLS=cols, EACH=blocks) for blocks in each
-    )
+    tiles = {"ROWS": rows, "COLS": cols}
+    if matrix == "mma" and rows > WARP_SIDE:
+        tiles["MMA"] = 1  # beside an instance by wgmma of the same size
+    return tuple(Config.make(warps, 1, matrix, EACH=blocks, **tiles) for blocks in each)
 
 
 SOURCES = tuple(
