@@ -150,7 +150,9 @@ def _configs(
     tiles = {"ROWS": rows, "COLS": cols}
     if matrix == "mma" and rows > WARP_SIDE:
         tiles["MMA"] = 1  # beside an instance by wgmma of the same size
-    return tuple(Config.make(warps, 1, matrix, EACH=blocks, **tiles) for blocks in each)
+    return tuple(
+        Config.make(warps, 1, matrix, atomic=False, EACH=blocks, **tiles) for blocks in each
+    )
 
 
 SOURCES = tuple(
