@@ -8,7 +8,7 @@ differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,17 +49,25 @@ def _each_step(coefficients: str | Sequence[Sequence[float]], steps: int) -> lis
     return [triples[min(j, len(triples) - 1)] for j in range(steps)]
 
 
-def newton_schulz(
-    x: Tensor, *, steps: int = 5, coefficients: str | Sequence[Sequence[float]] = "muon",
-    eps: float = 1e-7, compute_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """As `fastweights.ops.newton_schulz`; `compute_dtype` None is x's own dtype."""
+def _arithmetic(
+    x: Tensor, compute_dtype: torch.dtype | None
+) -> tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]:
+    """The dtype of all between products, and the product, whose operands are rounded first."""
     acc = torch.promote_types(x.dtype, torch.float32)
     dtype = x.dtype if compute_dtype is None else compute_dtype
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return (left.to(dtype) @ right.to(dtype)).to(acc)
 
+    return acc, product
+
+
+def newton_schulz(
+    x: Tensor, *, steps: int = 5, coefficients: str | Sequence[Sequence[float]] = "muon",
+    eps: float = 1e-7, compute_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """As `fastweights.ops.newton_schulz`; `compute_dtype` None is x's own dtype."""
+    acc, product = _arithmetic(x, compute_dtype)
     tall = x.shape[-2] > x.shape[-1]
     s = (x.mT if tall else x).to(acc)
     squared = s.square().sum((-2, -1), keepdim=True)
@@ -78,12 +86,7 @@ def gram_newton_schulz_factor(
     eps: float = 1e-7, compute_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """As `fastweights.ops.gram_newton_schulz_factor`; `compute_dtype` None is gram's own dtype."""
-    acc = torch.promote_types(gram.dtype, torch.float32)
-    dtype = gram.dtype if compute_dtype is None else compute_dtype
-
-    def product(left: Tensor, right: Tensor) -> Tensor:
-        return (left.to(dtype) @ right.to(dtype)).to(acc)
-
+    acc, product = _arithmetic(gram, compute_dtype)
     g = gram.to(acc)
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     zero = trace <= 0
