@@ -77,7 +77,7 @@ struct BackwardPart {
   // S, from X in its tiles. The next column of dX comes while the products with one run.
   __device__ __forceinline__ void cross(u32 x, const uint4* d_kept, u32 d_columns,
                                         Left (&tiles)[kTiles]) const {
-    Accumulator sum[kTiles];
+    Accumulator sum[kTiles] = {};
     Left own[S::kOwn];
     fetch(d_kept, 0, own);
     put(d_columns, own);
@@ -89,7 +89,7 @@ struct BackwardPart {
       each(sum, [&](auto i, Accumulator& d) {
         constexpr u32 r = row(decltype(i)::value), c = col(decltype(i)::value);
         multiply<half, S::kGram, S::kGram>(d, grads + r * Tile::kBytes, S::tile(values, c, 0),
-                                           k > 0);
+                                           true);
         multiply<half, S::kGram, S::kGram>(d, S::tile(values, r, 0), grads + c * Tile::kBytes,
                                            true);
       });
@@ -105,13 +105,13 @@ struct BackwardPart {
 
   // A.
   __device__ __forceinline__ void gram(u32 x, Left (&tiles)[kTiles]) const {
-    Accumulator sum[kTiles];
+    Accumulator sum[kTiles] = {};
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) {
       const TileName values(fresh(S::tile(x, 0, k)));
       each(sum, [&](auto i, Accumulator& d) {
         constexpr int r = row(decltype(i)::value), c = col(decltype(i)::value);
-        multiply<half, S::kGram, S::kGram>(d, S::tile(values, r, 0), S::tile(values, c, 0), k > 0);
+        multiply<half, S::kGram, S::kGram>(d, S::tile(values, r, 0), S::tile(values, c, 0), true);
       });
     }
     wgmma_wait<0>(sum);

@@ -58,34 +58,49 @@ __device__ __forceinline__ void wgmma_wait(Accumulator (&d)[kCount]) {
 #define FASTWEIGHTS_WGMMA_D                                                 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define FASTWEIGHTS_FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define FASTWEIGHTS_OUT(d)                                                                         \
-  FASTWEIGHTS_FOUR(d, 0), FASTWEIGHTS_FOUR(d, 4), FASTWEIGHTS_FOUR(d, 8), FASTWEIGHTS_FOUR(d, 12), \
-      FASTWEIGHTS_FOUR(d, 16), FASTWEIGHTS_FOUR(d, 20), FASTWEIGHTS_FOUR(d, 24),                   \
-      FASTWEIGHTS_FOUR(d, 28)
+#define FASTWEIGHTS_WGMMA(name, accumulate, operands)                                 \
+  "{ .reg .pred p; setp.ne.b32 p, " accumulate                                        \
+  ", 0;\n"                                                                            \
+  "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " FASTWEIGHTS_WGMMA_D \
+  ", " operands "; }"
+#define FASTWEIGHTS_FOUR(how, d, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
+#define FASTWEIGHTS_OUT(how, d)                                                                 \
+  FASTWEIGHTS_FOUR(how, d, 0), FASTWEIGHTS_FOUR(how, d, 4), FASTWEIGHTS_FOUR(how, d, 8),        \
+      FASTWEIGHTS_FOUR(how, d, 12), FASTWEIGHTS_FOUR(how, d, 16), FASTWEIGHTS_FOUR(how, d, 20), \
+      FASTWEIGHTS_FOUR(how, d, 24), FASTWEIGHTS_FOUR(how, d, 28)
 
-// d = a·b (kAccumulate: d + a·b) over 16 k, a in registers.
-#define FASTWEIGHTS_WGMMA_REGISTERS(type, name)                                               \
-  template <Major kB>                                                                         \
-  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], const u32(&a)[4], u64 b,   \
-                                             int accumulate) {                                \
-    asm volatile(                                                                             \
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"                                            \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " FASTWEIGHTS_WGMMA_D   \
-        ", {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                                        \
-        : FASTWEIGHTS_OUT(d)                                                                  \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB))); \
+// d = a·b (accumulate: d + a·b) over 16 k, a in registers; `accumulate` is known to the compiler.
+//
+// The form that starts a sum does not name d as an input. ptxas 13.0 takes two sums that start from
+// registers nobody has set for one and the same, and drops the first.
+#define FASTWEIGHTS_WGMMA_REGISTERS(type, name)                                             \
+  template <Major kB>                                                                       \
+  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], const u32(&a)[4], u64 b, \
+                                             bool accumulate) {                             \
+    if (accumulate) {                                                                       \
+      asm volatile(FASTWEIGHTS_WGMMA(name, "1", "{%32, %33, %34, %35}, %36, p, 1, 1, %37")  \
+                   : FASTWEIGHTS_OUT("+f", d)                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kB)));     \
+    } else {                                                                                \
+      asm volatile(FASTWEIGHTS_WGMMA(name, "0", "{%32, %33, %34, %35}, %36, p, 1, 1, %37")  \
+                   : FASTWEIGHTS_OUT("=f", d)                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kB)));     \
+    }                                                                                       \
   }
 // The same, a in shared memory.
-#define FASTWEIGHTS_WGMMA_SHARED(type, name)                                                       \
-  template <Major kA, Major kB>                                                                    \
-  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], u64 a, u64 b, int accumulate) { \
-    asm volatile(                                                                                  \
-        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                 \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " FASTWEIGHTS_WGMMA_D        \
-        ", %32, %33, p, 1, 1, %35, %36; }"                                                         \
-        : FASTWEIGHTS_OUT(d)                                                                       \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                            \
+#define FASTWEIGHTS_WGMMA_SHARED(type, name)                                     \
+  template <Major kA, Major kB>                                                  \
+  __device__ __forceinline__ void wgmma_step(type, float (&d)[32], u64 a, u64 b, \
+                                             bool accumulate) {                  \
+    if (accumulate) {                                                            \
+      asm volatile(FASTWEIGHTS_WGMMA(name, "1", "%32, %33, p, 1, 1, %34, %35")   \
+                   : FASTWEIGHTS_OUT("+f", d)                                    \
+                   : "l"(a), "l"(b), "n"(int(kA)), "n"(int(kB)));                \
+    } else {                                                                     \
+      asm volatile(FASTWEIGHTS_WGMMA(name, "0", "%32, %33, p, 1, 1, %34, %35")   \
+                   : FASTWEIGHTS_OUT("=f", d)                                    \
+                   : "l"(a), "l"(b), "n"(int(kA)), "n"(int(kB)));                \
+    }                                                                            \
   }
 FASTWEIGHTS_WGMMA_REGISTERS(half, "f16")
 FASTWEIGHTS_WGMMA_REGISTERS(bfloat16, "bf16")
@@ -93,6 +108,7 @@ FASTWEIGHTS_WGMMA_SHARED(half, "f16")
 FASTWEIGHTS_WGMMA_SHARED(bfloat16, "bf16")
 #undef FASTWEIGHTS_WGMMA_REGISTERS
 #undef FASTWEIGHTS_WGMMA_SHARED
+#undef FASTWEIGHTS_WGMMA
 #undef FASTWEIGHTS_WGMMA_D
 #undef FASTWEIGHTS_FOUR
 #undef FASTWEIGHTS_OUT
