@@ -11,6 +11,19 @@ struct Coefficients {
   float of_step[kMaxSteps][3];
 };
 
+// Calls f(Index<0>{}) … f(Index<kCount − 1>{}).
+template <int kIndex>
+struct Index {
+  static constexpr int value = kIndex;
+};
+template <int kCount, int kFrom = 0, typename F>
+__device__ __forceinline__ void repeat(F&& f) {
+  if constexpr (kFrom < kCount) {
+    f(Index<kFrom>{});
+    repeat<kCount, kFrom + 1>(f);
+  }
+}
+
 // 2·kWords neighbours of a row from `col` on, zeros past the matrix. `whole`: all neighbours are in
 // the matrix or none is, and their address is a multiple of their size.
 template <int kWords, typename T>

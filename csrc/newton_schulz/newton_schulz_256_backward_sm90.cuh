@@ -19,7 +19,7 @@ namespace fastweights {
 
 template <int kWho, bool kTall>
 struct BackwardPart {
-  using S = Stack<4, 4, kTall, 2>;
+  using S = Stack<4, 4, kTall, 2, 2>;
   static constexpr int kTiles = 5;
   static constexpr u32 kColumnBytes = 4 * Tile::kBytes;
   // Places, from the tiles on.
@@ -128,7 +128,7 @@ struct BackwardPart {
 
   // b·M + c·(sum of products), in place of the triangle M; all threads are through with it.
   __device__ __forceinline__ void mix_into(u32 triangle, float b, float c,
-                                           const Accumulator (&sum)[kTiles]) const {
+                                           Accumulator (&sum)[kTiles]) const {
     const u32 base = fresh(triangle);
     repeat<kTiles>([&](auto i_) {
       constexpr int i = decltype(i_)::value;
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(256, 1)
                                T* __restrict__ dx, uint4* ring, long long count, int rows, int cols,
                                int steps, float eps, int whole,
                                const __grid_constant__ Coefficients coefficients) {
-  using S = Stack<4, 4, kTall, 2>;
+  using S = Stack<4, 4, kTall, 2, 2>;
   constexpr float kScale = 0.125f;
   constexpr int kWaiting = S::kBytes / 16;
   extern __shared__ __align__(1024) unsigned char memory[];

@@ -47,19 +47,6 @@ struct Triangle {
   }
 };
 
-// Calls f(Index<0>{}) … f(Index<kCount − 1>{}).
-template <int kIndex>
-struct Index {
-  static constexpr int value = kIndex;
-};
-template <int kCount, int kFrom = 0, typename F>
-__device__ __forceinline__ void repeat(F&& f) {
-  if constexpr (kFrom < kCount) {
-    f(Index<kFrom>{});
-    repeat<kCount, kFrom + 1>(f);
-  }
-}
-
 // The part of warpgroup kWho.
 template <int kWho, bool kTall>
 struct Part {

@@ -1,75 +1,79 @@
 // Newton–Schulz on stacks of matrices on Hopper: a matrix stays in shared memory from its load to
-// its store. Wide form, per step: A = X·Xᵀ, B = b·A + c·A², X ← a·X + B·X.
+// its store. Wide form, per step: A = X·Xᵀ, X ← (a·I + b·A + c·A²)·X.
 #pragma once
 
 #include "stack_sm90.cuh"
 
 namespace fastweights {
 
-// One step from `x` into `y`, which may be `x`.
-template <int kRowTiles, int kColTiles, bool kTall>
-__device__ __forceinline__ void newton_schulz_step(const Stack<kRowTiles, kColTiles, kTall>& stack,
-                                                   u32 x, u32 y, u32 a_tiles, const float (&f)[3]) {
-  using S = Stack<kRowTiles, kColTiles, kTall>;
+// Blocks of a multiprocessor that leave each other room.
+template <int kRowTiles, int kColTiles>
+constexpr int kForwardBlocks = kRowTiles == 2 ? (kColTiles == 2 ? 2 : 1)
+                                              : (kColTiles == 1   ? 6
+                                                 : kColTiles == 2 ? 4
+                                                                  : 3);
+template <int kRowTiles, int kColTiles>  // and of a block's sums
+constexpr int kForwardSums = kRowTiles == 2 && kColTiles == 2 ? 1 : 2;
+template <int kRowTiles, int kColTiles>
+constexpr int kBackwardBlocks = kRowTiles == 2 ? 1
+                                               : (kColTiles == 1   ? 4
+                                                  : kColTiles == 2 ? 3
+                                                                   : 2);
+
+// One step from `x` into another place, `y`.
+template <typename S>
+__device__ __forceinline__ void newton_schulz_step(const S& stack, u32 x, u32 y, u32 a_tiles,
+                                                   const float (&f)[3]) {
+  typename S::Own mine;
   typename S::Gram gram, polynomial;
-  stack.product(x, x, gram);
-  stack.store(a_tiles, gram);
+  stack.own(x, mine);
+  stack.product(mine, x, gram, a_tiles);
   S::publish();
-  stack.polynomial(gram, a_tiles, f[1], f[2], polynomial);
-  Left updated[kColTiles];
-#pragma unroll
-  for (int k = 0; k < kColTiles; ++k) {
-    Accumulator sum[1];
-    stack.scaled(x, k, f[0], sum[0]);
-    wgmma_begin();
-    stack.apply(polynomial, x, k, sum[0]);
-    wgmma_commit();
-    wgmma_wait<0>(sum);
-    round_to_left<half>(sum[0], updated[k]);
-  }
-  __syncthreads();  // all products with x are through
-#pragma unroll
-  for (int k = 0; k < kColTiles; ++k) {
-    stack.put(y, k, updated[k]);
-  }
+  stack.polynomial(f, gram, a_tiles, polynomial);
+  S::columns([&](int k, Accumulator& sum) { stack.template apply<false>(polynomial, x, k, sum); },
+             [&](int k, const Accumulator& sum) {
+               Left updated;
+               round_to_left<half>(sum, updated);
+               stack.put(y, k, updated);
+             });
   S::publish();
 }
 
 // x, y: `count` contiguous matrices of rows × cols; a block takes every gridDim.x-th one.
-// Dynamic shared memory: kScratchBytes, X and A.
+// Dynamic shared memory: kScratchBytes, X twice, and A.
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
-__global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1    ? 4
-                                                   : kRowTiles * kColTiles <= 4 ? 2
-                                                                                : 1)
+__global__ void __launch_bounds__(128 * kRowTiles, kForwardBlocks<kRowTiles, kColTiles>)
     newton_schulz(const T* __restrict__ x, T* __restrict__ y, long long count, int rows, int cols,
                   int steps, float eps, int whole,
                   const __grid_constant__ Coefficients coefficients) {
-  using S = Stack<kRowTiles, kColTiles, kTall>;
+  using S = Stack<kRowTiles, kColTiles, kTall, kForwardSums<kRowTiles, kColTiles>>;
   extern __shared__ __align__(1024) unsigned char memory[];
   float* const scratch = reinterpret_cast<float*>(memory);
   const S stack;
   const u32 x_tiles = shared_address(memory) + kScratchBytes;
-  const u32 a_tiles = x_tiles + S::kBytes;
+  const u32 a_tiles = x_tiles + 2 * S::kBytes;
+  auto place = [&](int step) { return x_tiles + step % 2 * S::kBytes; };
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
     S::publish();
     for (int step = 0; step < steps; ++step) {
-      newton_schulz_step(stack, x_tiles, x_tiles, a_tiles, coefficients.of_step[step]);
+      newton_schulz_step(stack, place(step), place(step + 1), a_tiles, coefficients.of_step[step]);
     }
-    stack.unload(x_tiles, y + n * rows * cols, rows, cols, whole);
+    stack.unload(place(steps), y + n * rows * cols, rows, cols, whole);
   }
 }
 
 // dx of `count` matrices, from x and dy alone. Forward runs again and keeps its iterates; then,
-// from the last step to the first, with A, B = b·A + c·A² of that step's X:
-//   dZ = dX·Xᵀ, S = dZ + dZᵀ, dA + dAᵀ = b·S + c·(A·S + S·A), dX ← a·dX + B·dX + (dA + dAᵀ)·X.
+// from the last step to the first, with A, B = a·I + b·A + c·A² of that step's X:
+//   dZ = dX·Xᵀ, S = dZ + dZᵀ, dA + dAᵀ = b·S + c·(A·S + S·A), dX ← B·dX + (dA + dAᵀ)·X.
 // It is linear in dy, so dy is brought to norm kScale first: 16 bits have the range for that.
 // Iterates from number `kept` − 1 on share one place of shared memory; each waits in `ring` while a
-// later one is there. `ring` is for a block (steps − kept)·kBytes, and unread if `kept` ≥ `steps`.
-// Dynamic shared memory: kScratchBytes, two rows × rows matrices, dX, and `kept` ≥ 1 iterates.
+// later one is there. Forward takes the place of dX, too, to go from one iterate to the next.
+// `ring` is for a block (steps − kept)·kBytes, and unread if `kept` ≥ `steps`. Dynamic shared
+// memory: kScratchBytes, two rows × rows matrices, dX, and `kept` ≥ 1 iterates.
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
-__global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3 : 1)
+__global__ void __launch_bounds__(128 * kRowTiles, kBackwardBlocks<kRowTiles, kColTiles>)
     newton_schulz_backward(const T* __restrict__ x, const T* __restrict__ dy, T* __restrict__ dx,
                            uint4* ring, long long count, int rows, int cols, int steps, int kept,
                            float eps, int whole,
@@ -84,6 +88,9 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
   const u32 d_tiles = p_tiles + S::kGramBytes;
   const u32 iterates = d_tiles + S::kBytes;
   auto iterate = [&](int step) { return iterates + min(step, kept - 1) * S::kBytes; };
+  auto place = [&](int step) {  // such that the last one is in its place
+    return step >= kept - 1 && (steps - 1 - step) % 2 ? d_tiles : iterate(step);
+  };
   auto waiting = [&](int step) {
     const long long place = blockIdx.x * (long long)(steps - kept) + (step - (kept - 1));
     return ring + place * (S::kBytes / 16);
@@ -91,37 +98,34 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     const long long offset = n * rows * cols;
-    const float norm = stack.load(iterates, x + offset, rows, cols, whole, 1.0f, eps, scratch);
-    const float upstream =
-        stack.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+    const float norm = stack.load(place(0), x + offset, rows, cols, whole, 1.0f, eps, scratch);
     S::publish();
     for (int step = 0; step + 1 < steps; ++step) {
       if (step + 1 >= kept) {
-        stack.keep(iterate(step), waiting(step));
+        stack.keep(place(step), waiting(step));
       }
-      newton_schulz_step(stack, iterate(step), iterate(step + 1), a_tiles,
-                         coefficients.of_step[step]);
+      newton_schulz_step(stack, place(step), place(step + 1), a_tiles, coefficients.of_step[step]);
     }
+    const float upstream =
+        stack.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+    S::publish();
     for (int step = steps - 1; step >= 0; --step) {
       const u32 x_tiles = iterate(step);
       const float (&f)[3] = coefficients.of_step[step];
+      typename S::Own mine;
       typename S::Gram gram, polynomial, grad, mixed;
-      stack.product(x_tiles, x_tiles, gram);
-      stack.store(a_tiles, gram);
-      stack.product(d_tiles, x_tiles, grad);
-      stack.store(p_tiles, grad);
+      stack.own(d_tiles, mine);
+      stack.product(mine, x_tiles, grad, p_tiles);
+      stack.own(x_tiles, mine);
+      stack.product(mine, x_tiles, gram, a_tiles);
       S::publish();
-      stack.polynomial(gram, a_tiles, f[1], f[2], polynomial);
+      stack.polynomial(f, gram, a_tiles, polynomial);
       stack.add_transposed(grad, 1.0f, p_tiles, 1.0f);  // S
       __syncthreads();                                  // all are through with the tiles of A
       stack.store(a_tiles, grad);
       S::publish();
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        Accumulator sum[1];
-        stack.square_product(gram, a_tiles, r, sum);
-        round_to_left<half>(sum[0], mixed[r]);
-      }
+      S::square_product(gram, a_tiles,
+                        [&](int r, const Accumulator& sum) { round_to_left<half>(sum, mixed[r]); });
       stack.store(p_tiles, mixed);
       __syncthreads();
       stack.add_transposed(mixed, f[2], p_tiles, f[2]);  // c·(A·S + S·A)
@@ -129,23 +133,14 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
       for (int r = 0; r < kRowTiles; ++r) {
         S::combine(mixed[r], 1.0f, mixed[r], f[1], grad[r]);
       }
-      Left updated[kColTiles];
-#pragma unroll
-      for (int k = 0; k < kColTiles; ++k) {
-        Accumulator sum[1];
-        stack.scaled(d_tiles, k, f[0], sum[0]);
-        wgmma_begin();
-        stack.apply(polynomial, d_tiles, k, sum[0]);
-        stack.apply(mixed, x_tiles, k, sum[0]);
-        wgmma_commit();
-        wgmma_wait<0>(sum);
-        round_to_left<half>(sum[0], updated[k]);
-      }
+      S::columns(
+          [&](int k, Accumulator& sum) {
+            stack.template apply<false>(polynomial, d_tiles, k, sum);
+            stack.template apply<true>(mixed, x_tiles, k, sum);
+          },
+          [&](int k, const Accumulator& sum) { round_to_left<half>(sum, mine[k]); });
       __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kColTiles; ++k) {
-        stack.put(d_tiles, k, updated[k]);
-      }
+      stack.put(d_tiles, mine);
       if (step >= kept) {
         stack.recall(x_tiles, waiting(step - 1));
       }
@@ -153,12 +148,13 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
     }
 
     // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
+    const typename S::Pieces at;
     float along = 0.0f;
 #pragma unroll 2
     for (int i = 0; i < S::kPieces; ++i) {
       u32 grads[4], values[4];
-      load_shared(S::piece_address(d_tiles, i), grads);
-      load_shared(S::piece_address(iterates, i), values);
+      load_shared(at.address(d_tiles, i), grads);
+      load_shared(at.address(iterates, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
@@ -174,8 +170,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
 #pragma unroll 2
     for (int i = 0; i < S::kPieces; ++i) {
       u32 grads[4], values[4];
-      load_shared(S::piece_address(d_tiles, i), grads);
-      load_shared(S::piece_address(iterates, i), values);
+      load_shared(at.address(d_tiles, i), grads);
+      load_shared(at.address(iterates, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
@@ -183,7 +179,7 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles* kColTiles <= 1 ? 3
         unpack<half>(values[j], v0, v1);
         grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
       }
-      store_words<4>(dx + offset, S::piece_row(i), S::piece_col(i), rows, cols, whole, grads);
+      store_words<4>(dx + offset, at.row(i), at.col(i), rows, cols, whole, grads);
     }
   }
 }

@@ -221,12 +221,13 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
     }
 
     // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
+    const typename S::Pieces at;
     float along = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < S::kPieces; ++i) {
       u32 grads[4], values[4];
-      load_shared(S::piece_address(d_tiles, i), grads);
-      load_shared(S::piece_address(x_tiles, i), values);
+      load_shared(at.address(d_tiles, i), grads);
+      load_shared(at.address(x_tiles, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
 #pragma unroll 1
     for (int i = 0; i < S::kPieces; ++i) {
       u32 grads[4], values[4];
-      load_shared(S::piece_address(d_tiles, i), grads);
-      load_shared(S::piece_address(x_tiles, i), values);
+      load_shared(at.address(d_tiles, i), grads);
+      load_shared(at.address(x_tiles, i), values);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float g0, g1, v0, v1;
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
         unpack<half>(values[j], v0, v1);
         grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
       }
-      store_words<4>(dx + offset, S::piece_row(i), S::piece_col(i), rows, cols, whole, grads);
+      store_words<4>(dx + offset, at.row(i), at.col(i), rows, cols, whole, grads);
     }
   }
 }

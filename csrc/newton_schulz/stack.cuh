@@ -48,16 +48,20 @@ struct StackTiles {
   }
 
   // A thread's i-th piece of eight numbers: its row and first column in memory, its address.
-  __device__ __forceinline__ static int piece_row(int i) {
-    return (threadIdx.x + i * kThreads) / (8 * kAcross);
-  }
-  __device__ __forceinline__ static int piece_col(int i) {
-    return (threadIdx.x + i * kThreads) % (8 * kAcross) * 8;
-  }
-  __device__ __forceinline__ static u32 piece_address(u32 x, int i) {
-    const int row = piece_row(i), piece = piece_col(i) / 8;
-    return x + (row / 64 * kAcross + piece / 8) * Tile::kBytes + Tile::piece(row % 64, piece % 8);
-  }
+  struct Pieces {
+    int thread = fresh_thread();
+
+    __device__ __forceinline__ int row(int i) const {
+      return (thread + i * kThreads) / (8 * kAcross);
+    }
+    __device__ __forceinline__ int col(int i) const {
+      return (thread + i * kThreads) % (8 * kAcross) * 8;
+    }
+    __device__ __forceinline__ u32 address(u32 x, int i) const {
+      const int r = row(i), piece = col(i) / 8;
+      return x + (r / 64 * kAcross + piece / 8) * Tile::kBytes + Tile::piece(r % 64, piece % 8);
+    }
+  };
 
   // The matrix at `source` times scale/(its norm + eps), into tiles; returns its norm. The barrier
   // in the sum also parts the new tiles from what was done with the old ones.
@@ -67,6 +71,7 @@ struct StackTiles {
     // A large one is read twice: it would not stay in registers.
     constexpr bool kKeep = kPieces <= 8;
     constexpr int kAtOnce = kKeep ? kPieces : 4;
+    const Pieces at;
     u32 pieces[kAtOnce][4];
     float square = 0.0f;
 #pragma unroll 1
@@ -74,7 +79,7 @@ struct StackTiles {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int piece = first + i;
-        load_words<4>(source, piece_row(piece), piece_col(piece), rows, cols, whole, pieces[i]);
+        load_words<4>(source, at.row(piece), at.col(piece), rows, cols, whole, pieces[i]);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -94,7 +99,7 @@ struct StackTiles {
       for (int i = 0; i < kAtOnce; ++i) {
         const int piece = first + i;
         if constexpr (!kKeep) {
-          load_words<4>(source, piece_row(piece), piece_col(piece), rows, cols, whole, pieces[i]);
+          load_words<4>(source, at.row(piece), at.col(piece), rows, cols, whole, pieces[i]);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -102,7 +107,7 @@ struct StackTiles {
           unpack<T>(pieces[i][j], low, high);
           pieces[i][j] = pack<Compute>(low * factor, high * factor);
         }
-        store_shared(piece_address(x, piece), pieces[i]);
+        store_shared(at.address(x, piece), pieces[i]);
       }
     }
     return norm;
@@ -112,17 +117,18 @@ struct StackTiles {
   template <typename T>
   __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole,
                                          float factor = 1.0f) const {
+    const Pieces at;
 #pragma unroll 4
     for (int i = 0; i < kPieces; ++i) {
       u32 piece[4];
-      load_shared(piece_address(x, i), piece);
+      load_shared(at.address(x, i), piece);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float low, high;
         unpack<Compute>(piece[j], low, high);
         piece[j] = pack<T>(factor * low, factor * high);
       }
-      store_words<4>(target, piece_row(i), piece_col(i), rows, cols, whole, piece);
+      store_words<4>(target, at.row(i), at.col(i), rows, cols, whole, piece);
     }
   }
 

@@ -9,12 +9,14 @@
 
 namespace fastweights {
 
-template <int kRowTiles, int kColTiles, bool kTall, int kGroups = kRowTiles>
+// kInFlight: sums whose products run at once.
+template <int kRowTiles, int kColTiles, bool kTall, int kInFlight = 2, int kGroups = kRowTiles>
 struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
   using Base = StackTiles<kRowTiles, kColTiles, kTall, kGroups>;
   using Base::gram_tile, Base::tile, Base::own_tile, Base::kGram, Base::kUpdate, Base::kOwn;
   using Base::group, Base::lane, Base::warp, Base::keep, Base::recall;
   using typename Base::Compute, typename Base::Gram;
+  using Own = Left[kColTiles];  // a group's rows of X
 
   // What this thread stored becomes an operand for all.
   __device__ __forceinline__ static void publish() {
@@ -22,23 +24,53 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
     __syncthreads();
   }
 
-  // x·yᵀ over the columns, this warpgroup's rows.
-  __device__ __forceinline__ void product(u32 x, u32 y, Gram& rows) const {
+  // This group's rows of X, into registers.
+  __device__ __forceinline__ void own(u32 x, Own& rows) const {
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      Accumulator sum[1];
-      wgmma_begin();
-#pragma unroll
-      for (int k = 0; k < kColTiles; ++k) {
-        multiply<Compute, kGram, kGram>(sum[0], tile(TileName(x), group, k),
-                                        tile(TileName(y), r, k), k > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<0>(sum);
-      round_to_left<Compute>(sum[0], rows[r]);
+    for (int k = 0; k < kColTiles; ++k) {
+      load_left<kTall>(tile(x, group, k), rows[k], warp, lane);
     }
   }
 
+  // kCount sums, of products that start(i, sum) starts, to finish(i, sum). While one is finished
+  // the products of the next run.
+  template <int kCount, typename Start, typename Finish>
+  __device__ __forceinline__ static void sums(Start&& start, Finish&& finish) {
+    constexpr int kSums = kCount < kInFlight ? kCount : kInFlight;
+    Accumulator sum[kSums];
+    auto begin = [&](int i) {
+      wgmma_begin();
+      start(i, sum[i % kSums]);
+      wgmma_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < kSums - 1; ++i) {
+      begin(i);
+    }
+    repeat<kCount>([&](auto i_) {
+      constexpr int i = decltype(i_)::value, kLast = i + kSums - 1;
+      if constexpr (kLast < kCount) {
+        begin(kLast);
+      }
+      wgmma_wait<(kLast < kCount ? kSums : kCount - i) - 1>(sum[i % kSums]);
+      finish(i, sum[i % kSums]);
+    });
+  }
+
+  // This group's rows of x·yᵀ, in registers and in tiles.
+  __device__ __forceinline__ void product(const Own& x, u32 y, Gram& rows, u32 tiles) const {
+    sums<kRowTiles>(
+        [&](int r, Accumulator& sum) {
+#pragma unroll
+          for (int k = 0; k < kColTiles; ++k) {
+            multiply<Compute, kGram>(sum, x[k], tile(TileName(y), r, k), k > 0);
+          }
+        },
+        [&](int r, const Accumulator& sum) {
+          round_to_left<Compute>(sum, rows[r]);
+          store_left<false>(gram_tile(tiles, group, r), rows[r], warp, lane);
+        });
+  }
   __device__ __forceinline__ void store(u32 a, const Gram& rows) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
@@ -46,41 +78,58 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
     }
   }
 
-  // Column tile r of left·right, right a rows × rows matrix in tiles.
-  __device__ __forceinline__ void square_product(const Gram& left, u32 right, int r,
-                                                 Accumulator (&sum)[1]) const {
-    wgmma_begin();
+  // left·right, right a rows × rows matrix in tiles, by column r of tiles to finish(r, sum).
+  template <typename Finish>
+  __device__ __forceinline__ static void square_product(const Gram& left, u32 right,
+                                                        Finish&& finish) {
+    sums<kRowTiles>(
+        [&](int r, Accumulator& sum) {
 #pragma unroll
-    for (int k = 0; k < kRowTiles; ++k) {
-      multiply<Compute, Major::kAcross>(sum[0], left[k], gram_tile(TileName(right), k, r), k > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>(sum);
+          for (int k = 0; k < kRowTiles; ++k) {
+            multiply<Compute, Major::kAcross>(sum, left[k], gram_tile(TileName(right), k, r),
+                                              k > 0);
+          }
+        },
+        finish);
   }
 
-  // b·A + c·A², with A in registers and in tiles.
-  __device__ __forceinline__ void polynomial(const Gram& gram, u32 a, float b, float c,
+  // a·I + b·A + c·A², with A in registers and in tiles: all that multiplies X, so that a·X need not
+  // be formed and added. Rounded once, it errs less than b·A + c·A² and a·X do.
+  __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& gram, u32 a,
                                              Gram& out) const {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      Accumulator sum[1];
-      square_product(gram, a, r, sum);
-      out[r] = gram[r];
-      mix<Compute>(out[r], b, c, sum[0]);
-    }
+    square_product(gram, a, [&](int r, Accumulator& sum) {
+      blend<Compute>(gram[r], f[1], f[2], sum);
+      if (kRowTiles == 1 || r == group) {
+        add_to_diagonal(sum, f[0], warp, lane);
+      }
+      round_to_left<Compute>(sum, out[r]);
+    });
   }
 
-  // Start out += left·(column tile k of x).
+  // Start out (+)= left·(column tile k of x).
+  template <bool kAdd>
   __device__ __forceinline__ void apply(const Gram& left, u32 x, int k, Accumulator& out) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      multiply<Compute, kUpdate>(out, left[r], tile(TileName(x), r, k), true);
+      multiply<Compute, kUpdate>(out, left[r], tile(TileName(x), r, k), kAdd || r > 0);
     }
   }
 
-  // Such a tile to its place in X.
+  // The same over column tiles of X.
+  template <typename Start, typename Finish>
+  __device__ __forceinline__ static void columns(Start&& start, Finish&& finish) {
+    sums<kColTiles>(start, finish);
+  }
+
+  // The index-th tile that this group owns to its place in X, and all that registers hold.
   __device__ __forceinline__ void put(u32 x, int index, const Left& rows) const {
     store_left<kTall>(own_tile(x, index), rows, warp, lane);
+  }
+  __device__ __forceinline__ void put(u32 x, const Own& rows) const {
+#pragma unroll
+    for (int k = 0; k < kColTiles; ++k) {
+      put(x, k, rows[k]);
+    }
   }
 
   // All of them, out of X and back.

@@ -79,7 +79,7 @@ def memory(config: Config, pass_: str, steps: int, block_bytes: int) -> Memory:
             return Memory(SCRATCH_BYTES + 28 * TILE_BYTES, (steps + 1) * x)
         return Memory(SCRATCH_BYTES + x + down * (down + 1) // 2 * TILE_BYTES)
     if not backward:
-        return Memory(SCRATCH_BYTES + x + gram)
+        return Memory(SCRATCH_BYTES + (x if config.matrix == "mma" else 2 * x) + gram)
     if config.matrix == "mma":
         return Memory(SCRATCH_BYTES + 2 * x + gram, (steps - 1) * x)
     least = SCRATCH_BYTES + 2 * gram + x
@@ -168,10 +168,10 @@ SPACE_FWD = Space(
     configs=(
         *_configs("mma", 16, 16, 0, 8, 16),
         *_configs("mma", 32, 32, 0, 4, 8),
-        *_configs("wgmma", 64, 64, 4, 0, 3),
-        *_configs("wgmma", 64, 128, 2, 0, 3, 4),
-        *_configs("wgmma", 64, 192, 2, 0, 3),
-        *_configs("wgmma", 64, 256, 2, 0),
+        *_configs("wgmma", 64, 64, 6, 0, 4),
+        *_configs("wgmma", 64, 128, 4, 0, 3),
+        *_configs("wgmma", 64, 192, 3, 0, 2),
+        *_configs("wgmma", 64, 256, 3, 0, 2),
         *_configs("wgmma", 128, 128, 2, 0, 1),
         *_configs("wgmma", 128, 192, 1, 0),
         *_configs("wgmma", 128, 256, 1, 0),
@@ -197,8 +197,8 @@ SPACE_BWD = Space(
     configs=(
         *_configs("mma", 16, 16, 4, 8),
         *_configs("mma", 32, 32, 3, 4),
-        *_configs("wgmma", 64, 64, 3, 2),
-        *_configs("wgmma", 64, 128, 2, 1),
+        *_configs("wgmma", 64, 64, 4, 3, 2),
+        *_configs("wgmma", 64, 128, 3, 2),
         *_configs("wgmma", 64, 192, 2, 1),
         *_configs("wgmma", 64, 256, 2, 1),
         *_configs("wgmma", 128, 128, 1),

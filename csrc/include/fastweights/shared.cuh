@@ -32,6 +32,14 @@ __device__ __forceinline__ void load_shared(u32 address, u32 (&x)[4]) {
                : "memory");
 }
 
+// threadIdx.x, asked for anew at each call: what follows from it is worked out where it is used,
+// and waits in no register across a loop that has none to spare.
+__device__ __forceinline__ int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // One word, read anew at each call.
 __device__ __forceinline__ u32 load_word(u32 address) {
   u32 x;

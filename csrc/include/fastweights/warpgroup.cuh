@@ -33,19 +33,44 @@ __device__ __forceinline__ void round_to_left(const Accumulator& d, Left& a) {
   }
 }
 
-// a ← p·a + q·d.
+// d ← p·a + q·d.
 template <typename T>
-__device__ __forceinline__ void mix(Left& a, float p, float q, const Accumulator& d) {
+__device__ __forceinline__ void blend(const Left& a, float p, float q, Accumulator& d) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float low, high;
       unpack<T>(a.x[step][i], low, high);
-      a.x[step][i] =
-          pack<T>(p * low + q * d.x[8 * step + 2 * i], p * high + q * d.x[8 * step + 2 * i + 1]);
+      float& low_sum = d.x[8 * step + 2 * i];
+      float& high_sum = d.x[8 * step + 2 * i + 1];
+      low_sum = p * low + q * low_sum;
+      high_sum = p * high + q * high_sum;
     }
   }
+}
+
+// x added to the diagonal of d.
+__device__ __forceinline__ void add_to_diagonal(Accumulator& d, float x, int warp, int lane) {
+  const bool even = lane / 8 == lane % 4 && lane / 4 % 2 == 0;
+  const bool odd = lane / 8 == lane % 4 && lane / 4 % 2 == 1;
+  const float to_even = even ? x : 0.0f, to_odd = odd ? x : 0.0f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {  // columns 16w on meet the rows of warp w
+    if (warp == w) {
+      d.x[8 * w] += to_even;
+      d.x[8 * w + 1] += to_odd;
+      d.x[8 * w + 6] += to_even;
+      d.x[8 * w + 7] += to_odd;
+    }
+  }
+}
+
+// a ← p·a + q·d, by way of d.
+template <typename T>
+__device__ __forceinline__ void mix(Left& a, float p, float q, Accumulator& d) {
+  blend<T>(a, p, q, d);
+  round_to_left<T>(d, a);
 }
 
 // d ← p·a.

@@ -30,6 +30,9 @@ inline void store_shared(u32 address, const u32 (&x)[4]) {
 inline void load_shared(u32 address, u32 (&x)[4]) {
   std::memcpy(x, memory + address, 16);
 }
+inline int fresh_thread() {
+  return threadIdx.x;
+}
 inline u32 load_word(u32 address) {
   u32 x;
   std::memcpy(&x, memory + address, 4);

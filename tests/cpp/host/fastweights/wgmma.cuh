@@ -14,6 +14,8 @@ struct TileName {
 
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
+template <int kPending>
+void wgmma_wait(Accumulator&) {}
 template <int kPending, int kCount>
 void wgmma_wait(Accumulator (&)[kCount]) {}
 
