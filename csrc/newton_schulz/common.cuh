@@ -1,6 +1,7 @@
 // What the Newton–Schulz kernels share: their coefficients, and rows of matrices in and out.
 #pragma once
 
+#include <fastweights/global.cuh>
 #include <fastweights/numbers.cuh>
 
 namespace fastweights {
@@ -67,11 +68,7 @@ __device__ __forceinline__ void store_words(T* matrix, int row, int col, int row
   }
   T* at = matrix + (long long)row * cols + col;
   if (whole) {
-    if constexpr (kWords == 4) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
-      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
-    }
+    store_global(at, words);
     return;
   }
 #pragma unroll

@@ -126,8 +126,8 @@ struct BackwardPart {
     }
   }
 
-  // b·M + c·(sum of products), in place of the triangle M; all threads are through with it.
-  __device__ __forceinline__ void mix_into(u32 triangle, float b, float c,
+  // a·I + b·M + c·(sum of products), in place of the triangle M; all threads are through with it.
+  __device__ __forceinline__ void mix_into(u32 triangle, float a, float b, float c,
                                            Accumulator (&sum)[kTiles]) const {
     const u32 base = fresh(triangle);
     repeat<kTiles>([&](auto i_) {
@@ -135,7 +135,11 @@ struct BackwardPart {
       const u32 tile = base + Triangle::offset(row(i), col(i));
       Left own;
       load_left<false>(tile, own, stack.warp, stack.lane);
-      mix<half>(own, b, c, sum[i]);
+      blend<half>(own, b, c, sum[i]);
+      if constexpr (row(i) == col(i)) {
+        stack.diagonal.add(sum[i], a, stack.warp);
+      }
+      round_to_left<half>(sum[i], own);
       store_left<false>(tile, own, stack.warp, stack.lane);
     });
   }
@@ -153,12 +157,12 @@ struct BackwardPart {
       });
     });
     wgmma_wait<0>(sum);
-    __syncthreads();  // all are through with S
-    mix_into(s, b, c, sum);
+    S::sync();  // all are through with S
+    mix_into(s, 0.0f, b, c, sum);
   }
 
-  // B over A.
-  __device__ __forceinline__ void polynomial(u32 a, float b, float c) const {
+  // B, with a·I, over A.
+  __device__ __forceinline__ void polynomial(u32 a, const float (&f)[3]) const {
     Accumulator sum[kTiles];
     each(sum, [&](auto i, Accumulator& d) {
       const TileName gram(fresh(a));
@@ -169,13 +173,13 @@ struct BackwardPart {
       });
     });
     wgmma_wait<0>(sum);
-    __syncthreads();  // all are through with A
-    mix_into(a, b, c, sum);
+    S::sync();  // all are through with A
+    mix_into(a, f[0], f[1], f[2], sum);
     S::publish();
   }
 
-  // Start sum += (this warpgroup's rows of a triangle)·(a column, a tile every kStride bytes).
-  template <u32 kStride>
+  // Start sum (+)= (this warpgroup's rows of a triangle)·(a column, a tile every kStride bytes).
+  template <u32 kStride, bool kAdd>
   __device__ __forceinline__ void apply(u32 triangle, u32 column,
                                         Accumulator (&sum)[S::kOwn]) const {
     repeat<S::kOwn>([&](auto j_) {
@@ -183,34 +187,29 @@ struct BackwardPart {
       constexpr int j = decltype(j_)::value;
       repeat<4>([&](auto k_) {
         constexpr int k = decltype(k_)::value;
-        Triangle::multiply_tile<S::kOwn * kWho + j, k, S::kUpdate>(sum[j], left,
-                                                                   right + k * kStride, true);
+        Triangle::multiply_tile<S::kOwn * kWho + j, k, S::kUpdate>(
+            sum[j], left, right + k * kStride, kAdd || k > 0);
       });
     });
   }
 
-  // X ← a·X + B·X in place, with A and then B in the triangle.
+  // X ← B·X in place, with A and then B in the triangle.
   __device__ __forceinline__ void forward(u32 x, u32 triangle, const float (&f)[3]) const {
     Left tiles[kTiles];
     gram(x, tiles);
     store(triangle, tiles);
     S::publish();
-    polynomial(triangle, f[1], f[2]);
+    polynomial(triangle, f);
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) {
       Left own[S::kOwn];
       Accumulator sum[S::kOwn];
       const u32 base = fresh(x);
-#pragma unroll
-      for (int j = 0; j < S::kOwn; ++j) {
-        load_left<kTall>(stack.own_tile(base, S::kOwn * k + j), own[j], stack.warp, stack.lane);
-        widen<half>(own[j], f[0], sum[j]);
-      }
       wgmma_begin();
-      apply<kTall ? Tile::kBytes : kColumnBytes>(triangle, S::tile(x, 0, k), sum);
+      apply<kTall ? Tile::kBytes : kColumnBytes, false>(triangle, S::tile(x, 0, k), sum);
       wgmma_commit();
       wgmma_wait<0>(sum);
-      __syncthreads();  // all are through with this column of X
+      S::sync();  // all are through with this column of X
 #pragma unroll
       for (int j = 0; j < S::kOwn; ++j) {
         round_to_left<half>(sum[j], own[j]);
@@ -229,13 +228,13 @@ struct BackwardPart {
       cross(x, d_kept, x + S::kBytes, tiles);
       store(s, tiles);
       gram(x, tiles);
-      __syncthreads();  // all are through with X
+      S::sync();  // all are through with X
       store(x, tiles);
       S::publish();
     }
     cross_polynomial(x, s, f[1], f[2]);
-    polynomial(x, f[1], f[2]);
-    // dX ← a·dX + B·dX + P·X, column by column.
+    polynomial(x, f);
+    // dX ← B·dX + P·X, column by column.
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) {
       Left values[S::kOwn], grads[S::kOwn];
@@ -245,13 +244,9 @@ struct BackwardPart {
       put(column, values);
       put(column + kColumnBytes, grads);
       S::publish();
-#pragma unroll
-      for (int j = 0; j < S::kOwn; ++j) {
-        widen<half>(grads[j], f[0], sum[j]);
-      }
       wgmma_begin();
-      apply<Tile::kBytes>(x, column + kColumnBytes, sum);
-      apply<Tile::kBytes>(s, column, sum);
+      apply<Tile::kBytes, false>(x, column + kColumnBytes, sum);
+      apply<Tile::kBytes, true>(s, column, sum);
       wgmma_commit();
       wgmma_wait<0>(sum);
 #pragma unroll
@@ -260,7 +255,7 @@ struct BackwardPart {
         round_to_left<half>(sum[j], updated);
         S::keep(d_kept, S::kOwn * k + j, updated);
       }
-      __syncthreads();  // all are through with the column
+      S::sync();  // all are through with the column
     }
   }
 };
@@ -339,10 +334,12 @@ __global__ void __launch_bounds__(256, 1)
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     const long long offset = n * rows * cols;
-    const float upstream = stack.load(tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+    const float upstream =
+        stack.template load<true>(tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
     __syncthreads();
     stack.keep(tiles, d_kept);
-    const float norm = stack.load(tiles, x + offset, rows, cols, whole, 1.0f, eps, scratch);
+    const float norm =
+        stack.template load<false>(tiles, x + offset, rows, cols, whole, 1.0f, eps, scratch);
     S::publish();
     if (threadIdx.x < 128) {
       run_backward<0, kTall>(tiles, iterates, d_kept, steps, zero, coefficients);

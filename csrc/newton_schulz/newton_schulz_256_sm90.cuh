@@ -57,6 +57,7 @@ struct Part {
 
   int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x % 32;
+  Diagonal diagonal{lane};
 
   // Tile kTile of X·Xᵀ.
   template <int kTile>
@@ -92,7 +93,7 @@ struct Part {
     });
   }
 
-  // X ← a·X + (b·A + c·A²)·X in place.
+  // X ← (a·I + b·A + c·A²)·X in place.
   __device__ __forceinline__ void step(u32 x, u32 a, const float (&f)[3]) const {
     Left tiles[kTiles];
     repeat<kTiles>([&](auto i_) {
@@ -107,9 +108,13 @@ struct Part {
       constexpr int i = decltype(i_)::value;
       Accumulator sum[1];
       square<i>(a, sum);
-      mix<half>(tiles[i], f[1], f[2], sum[0]);
+      blend<half>(tiles[i], f[1], f[2], sum[0]);
+      if constexpr (row(i) == col(i)) {
+        diagonal.add(sum[0], f[0], warp);
+      }
+      round_to_left<half>(sum[0], tiles[i]);
     });
-    __syncthreads();  // all are through with A
+    S::sync();  // all are through with A
     store(a, tiles);
     S::publish();
     Left left[4];
@@ -120,20 +125,18 @@ struct Part {
     repeat<4>([&](auto c_) {
       constexpr int c = decltype(c_)::value;
       Accumulator sum[1];
-      Left own;
+      Left updated;
       const TileName tiles(x);
-      load_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
-      widen<half>(own, f[0], sum[0]);
       wgmma_begin();
       repeat<4>([&](auto k_) {
         constexpr int k = decltype(k_)::value;
-        multiply<half, S::kUpdate>(sum[0], left[k], S::tile(tiles, k, c), true);
+        multiply<half, S::kUpdate>(sum[0], left[k], S::tile(tiles, k, c), k > 0);
       });
       wgmma_commit();
       wgmma_wait<0>(sum);
-      round_to_left<half>(sum[0], own);
-      __syncthreads();  // all are through with this column of X
-      store_left<kTall>(S::tile(x, kWho, c), own, warp, lane);
+      round_to_left<half>(sum[0], updated);
+      S::sync();  // all are through with this column of X
+      store_left<kTall>(S::tile(x, kWho, c), updated, warp, lane);
     });
     S::publish();
   }
@@ -158,7 +161,7 @@ __device__ __forceinline__ void by_warpgroup(F&& f) {
 template <bool kTall, typename T>
 __global__ void __launch_bounds__(512, 1)
     newton_schulz_256(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
-                      int cols, int steps, float eps, int whole,
+                      int cols, int steps, float scale, float eps, int whole,
                       const __grid_constant__ Coefficients coefficients) {
   using S = Stack<4, 4, kTall>;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -168,7 +171,8 @@ __global__ void __launch_bounds__(512, 1)
   const u32 a_tiles = x_tiles + S::kBytes;
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
-    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    stack.template load<false>(x_tiles, x + n * rows * cols, rows, cols, whole, scale, eps,
+                               scratch);
     S::publish();
     by_warpgroup([&](auto who) {
       const Part<decltype(who)::value, kTall> part;

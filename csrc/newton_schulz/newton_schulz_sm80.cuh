@@ -134,48 +134,66 @@ __device__ __forceinline__ void small_step(const Fragments<kTiles>& x, const flo
   multiply(sums, polynomial, x);
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+template <typename F>
+__device__ __forceinline__ float warp_reduce(float x, F&& f) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, offset);
+    x = f(x, __shfl_xor_sync(0xffffffffu, x, offset));
   }
   return x;
 }
+__device__ __forceinline__ float warp_sum(float x) {
+  return warp_reduce(x, [](float a, float b) { return a + b; });
+}
 
-// The matrix at `source` times scale/(its norm + eps) (0, if that norm is), and its norm.
-template <int kTiles, typename T>
+// The matrix at `source` times scale/(its norm + eps) (0, if that norm is), and its norm. kAnySize:
+// its square need not be a number that fp32 has.
+template <bool kAnySize, int kTiles, typename T>
 __device__ __forceinline__ float load_scaled(Fragments<kTiles>& x, const T* source, int rows,
                                              int cols, bool whole, float scale, float eps) {
   constexpr int kWords = 2 * kTiles;  // of a thread and row: 4·kTiles neighbours
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  float square = 0.0f;
 #pragma unroll
   for (int r = 0; r < 2 * kTiles; ++r) {
     u32 words[kWords];
     load_words<kWords>(source, 8 * r + g, 2 * kWords * t, rows, cols, whole, words);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      float low, high;
-      unpack<T>(words[w], low, high);
-      square += low * low + high * high;
       x.x[r / 2][w / 2][r % 2 + 2 * (w % 2)] = words[w];
     }
   }
-  const float norm = sqrtf(warp_sum(square));
-  const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps);
+  auto visit = [&](auto&& f) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
+      for (int k = 0; k < kTiles; ++k) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float low, high;
-        unpack<T>(x.x[i][k][r], low, high);
-        x.x[i][k][r] = pack<half>(low * factor, high * factor);
+        for (int r = 0; r < 4; ++r) {
+          float low, high;
+          unpack<T>(x.x[i][k][r], low, high);
+          f(low, high, x.x[i][k][r]);
+        }
       }
     }
+  };
+  float unit = 1.0f, square = 0.0f;
+  if constexpr (kAnySize) {
+    float largest = 0.0f;
+    visit([&](float low, float high, u32&) {
+      largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+    });
+    unit = power_to_one(warp_reduce(largest, [](float a, float b) { return fmaxf(a, b); }));
   }
-  return norm;
+  visit([&](float low, float high, u32&) {
+    if constexpr (kAnySize) {
+      low *= unit, high *= unit;
+    }
+    square += low * low + high * high;
+  });
+  const float norm = sqrtf(warp_sum(square));  // of the matrix times `unit`
+  const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps) * unit;
+  visit([&](float low, float high, u32& both) { both = pack<half>(low * factor, high * factor); });
+  return norm / unit;
 }
 
 template <int kTiles, typename T>
@@ -198,14 +216,14 @@ __device__ __forceinline__ void store_fragments(const Fragments<kTiles>& x, T* t
 template <int kTiles, typename T>
 __global__ void __launch_bounds__(128)
     newton_schulz_small(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
-                        int cols, int steps, float eps, int whole,
+                        int cols, int steps, float scale, float eps, int whole,
                         const __grid_constant__ Coefficients coefficients) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
   for (long long n = (long long)blockIdx.x * warps + warp; n < count;
        n += (long long)gridDim.x * warps) {
     Fragments<kTiles> matrix;
-    load_scaled(matrix, x + n * rows * cols, rows, cols, whole, 1.0f, eps);
+    load_scaled<false>(matrix, x + n * rows * cols, rows, cols, whole, scale, eps);
     for (int step = 0; step < steps; ++step) {
       Sums<kTiles> sums;
       small_step(matrix, coefficients.of_step[step], sums);
@@ -244,8 +262,8 @@ __global__ void __launch_bounds__(128, 3)
        n += (long long)gridDim.x * warps) {
     const long long offset = n * rows * cols;
     Fragments<kTiles> matrix, grad;
-    const float norm = load_scaled(matrix, x + offset, rows, cols, whole, 1.0f, eps);
-    const float upstream = load_scaled(grad, dy + offset, rows, cols, whole, kScale, 0.0f);
+    const float norm = load_scaled<false>(matrix, x + offset, rows, cols, whole, 1.0f, eps);
+    const float upstream = load_scaled<true>(grad, dy + offset, rows, cols, whole, kScale, 0.0f);
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int i = 0; i < kTiles * kTiles; ++i) {

@@ -22,19 +22,19 @@ constexpr int kBackwardBlocks = kRowTiles == 2 ? 1
 
 // One step from `x` into another place, `y`.
 template <typename S>
-__device__ __forceinline__ void newton_schulz_step(const S& stack, u32 x, u32 y, u32 a_tiles,
-                                                   const float (&f)[3]) {
-  typename S::Own mine;
+__device__ __forceinline__ void newton_schulz_step(const S& stack, typename S::Own& mine, u32 x,
+                                                   u32 y, u32 a_tiles, const float (&f)[3]) {
   typename S::Gram gram, polynomial;
-  stack.own(x, mine);
+  if constexpr (!S::kCarried) {
+    stack.own(x, mine);
+  }
   stack.product(mine, x, gram, a_tiles);
   S::publish();
   stack.polynomial(f, gram, a_tiles, polynomial);
   S::columns([&](int k, Accumulator& sum) { stack.template apply<false>(polynomial, x, k, sum); },
              [&](int k, const Accumulator& sum) {
-               Left updated;
-               round_to_left<half>(sum, updated);
-               stack.put(y, k, updated);
+               round_to_left<half>(sum, mine[k]);
+               stack.put(y, k, mine[k]);
              });
   S::publish();
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void newton_schulz_step(const S& stack, u32 x, u32 y,
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
 __global__ void __launch_bounds__(128 * kRowTiles, kForwardBlocks<kRowTiles, kColTiles>)
     newton_schulz(const T* __restrict__ x, T* __restrict__ y, long long count, int rows, int cols,
-                  int steps, float eps, int whole,
+                  int steps, float scale, float eps, int whole,
                   const __grid_constant__ Coefficients coefficients) {
   using S = Stack<kRowTiles, kColTiles, kTall, kForwardSums<kRowTiles, kColTiles>>;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -55,10 +55,14 @@ __global__ void __launch_bounds__(128 * kRowTiles, kForwardBlocks<kRowTiles, kCo
   auto place = [&](int step) { return x_tiles + step % 2 * S::kBytes; };
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
-    stack.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    stack.template load<false>(x_tiles, x + n * rows * cols, rows, cols, whole, scale, eps,
+                               scratch);
     S::publish();
+    typename S::Own mine;
+    stack.own(x_tiles, mine);
     for (int step = 0; step < steps; ++step) {
-      newton_schulz_step(stack, place(step), place(step + 1), a_tiles, coefficients.of_step[step]);
+      newton_schulz_step(stack, mine, place(step), place(step + 1), a_tiles,
+                         coefficients.of_step[step]);
     }
     stack.unload(place(steps), y + n * rows * cols, rows, cols, whole);
   }
@@ -98,21 +102,24 @@ __global__ void __launch_bounds__(128 * kRowTiles, kBackwardBlocks<kRowTiles, kC
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     const long long offset = n * rows * cols;
-    const float norm = stack.load(place(0), x + offset, rows, cols, whole, 1.0f, eps, scratch);
+    const float norm =
+        stack.template load<false>(place(0), x + offset, rows, cols, whole, 1.0f, eps, scratch);
     S::publish();
+    typename S::Own mine;
+    stack.own(place(0), mine);
     for (int step = 0; step + 1 < steps; ++step) {
       if (step + 1 >= kept) {
         stack.keep(place(step), waiting(step));
       }
-      newton_schulz_step(stack, place(step), place(step + 1), a_tiles, coefficients.of_step[step]);
+      newton_schulz_step(stack, mine, place(step), place(step + 1), a_tiles,
+                         coefficients.of_step[step]);
     }
     const float upstream =
-        stack.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+        stack.template load<true>(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
     S::publish();
     for (int step = steps - 1; step >= 0; --step) {
       const u32 x_tiles = iterate(step);
       const float (&f)[3] = coefficients.of_step[step];
-      typename S::Own mine;
       typename S::Gram gram, polynomial, grad, mixed;
       stack.own(d_tiles, mine);
       stack.product(mine, x_tiles, grad, p_tiles);

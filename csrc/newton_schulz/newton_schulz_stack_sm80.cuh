@@ -20,8 +20,10 @@ template <int kRowTiles, int kColTiles, bool kTall>
 struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
   using Base = StackTiles<kRowTiles, kColTiles, kTall>;
   using Base::gram_tile, Base::tile, Base::kGram, Base::kUpdate, Base::kPieces, Base::kThreads;
-  using Base::group, Base::lane, Base::warp, Base::load, Base::scaled;
+  using Base::group, Base::lane, Base::warp, Base::load;
   using typename Base::Compute, typename Base::Gram;
+
+  Diagonal diagonal{lane};
 
   // Pieces that save and restore have on their way: four of 64 rows would push registers to memory.
   static constexpr int kAtOnce = 2 * kRowTiles;
@@ -58,9 +60,9 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
     }
   }
 
-  // p·left + q·left·right; right is a rows × rows matrix in tiles.
-  __device__ __forceinline__ void square_product(const Gram& left, u32 right, float p, float q,
-                                                 Gram& out) const {
+  // f[0]·I + f[1]·left + f[2]·left·right; right is a rows × rows matrix in tiles.
+  __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& left, u32 right,
+                                             Gram& out) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       Accumulator sum = {};
@@ -68,8 +70,11 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
       for (int k = 0; k < kRowTiles; ++k) {
         multiply_add<Compute, Major::kAcross>(sum, left[k], gram_tile(right, k, r), lane);
       }
-      out[r] = left[r];
-      mix<Compute>(out[r], p, q, sum);
+      blend<Compute>(left[r], f[1], f[2], sum);
+      if (kRowTiles == 1 || r == group) {
+        diagonal.add(sum, f[0], warp);
+      }
+      round_to_left<Compute>(sum, out[r]);
     }
   }
 
@@ -81,15 +86,13 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
     }
   }
 
-  // x ← a·x + left·x (kSecond: + second·y). A column tile of the result is formed from the same one
+  // x ← left·x (kSecond: + second·y). A column tile of the result is formed from the same one
   // of x and y alone, so that it takes its place as soon as all warps are through with that.
   template <bool kSecond>
-  __device__ __forceinline__ void update(u32 x, float a, const Gram& left, const Gram& second,
-                                         u32 y) const {
+  __device__ __forceinline__ void update(u32 x, const Gram& left, const Gram& second, u32 y) const {
 #pragma unroll 1
     for (int k = 0; k < kColTiles; ++k) {
-      Accumulator sum;
-      scaled(x, k, a, sum);
+      Accumulator sum = {};
       apply(left, x, k, sum);
       if constexpr (kSecond) {
         apply(second, y, k, sum);
@@ -104,12 +107,12 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
 
   // One step of forward on x.
   __device__ __forceinline__ void step(u32 x, u32 a, const float (&f)[3]) const {
-    Gram gram, polynomial;
+    Gram gram, all;
     product(x, x, gram);
     store(a, gram);
     __syncthreads();
-    square_product(gram, a, f[1], f[2], polynomial);
-    update<false>(x, f[0], polynomial, polynomial, x);
+    polynomial(f, gram, a, all);
+    update<false>(x, all, all, x);
   }
 
   // The tiles of x to and from memory, as they are; a thread gets back what it put there.
@@ -136,7 +139,7 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
 template <int kRowTiles, int kColTiles, bool kTall, typename T>
 __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 4 : 2)
     newton_schulz_stack(const T* __restrict__ x, T* __restrict__ y, long long count, int rows,
-                        int cols, int steps, float eps, int whole,
+                        int cols, int steps, float scale, float eps, int whole,
                         const __grid_constant__ Coefficients coefficients) {
   using S = Strips<kRowTiles, kColTiles, kTall>;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -146,7 +149,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 4 : 2)
   const u32 a_tiles = x_tiles + S::kBytes;
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
-    strips.load(x_tiles, x + n * rows * cols, rows, cols, whole, 1.0f, eps, scratch);
+    strips.template load<false>(x_tiles, x + n * rows * cols, rows, cols, whole, scale, eps,
+                                scratch);
     __syncthreads();
     for (int step = 0; step < steps; ++step) {
       strips.step(x_tiles, a_tiles, coefficients.of_step[step]);
@@ -181,9 +185,10 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     const long long offset = n * rows * cols;
-    const float norm = strips.load(x_tiles, x + offset, rows, cols, whole, 1.0f, eps, scratch);
+    const float norm =
+        strips.template load<false>(x_tiles, x + offset, rows, cols, whole, 1.0f, eps, scratch);
     const float upstream =
-        strips.load(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
+        strips.template load<true>(d_tiles, dy + offset, rows, cols, whole, kScale, 0.0f, scratch);
     __syncthreads();
     for (int step = 0; step + 1 < steps; ++step) {
       strips.save(x_tiles, iterates + step * kIterate);
@@ -204,11 +209,11 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
       __syncthreads();
       strips.store(g_tiles, gram);
       __syncthreads();
-      strips.square_product(gram, g_tiles, f[1], f[2], polynomial);
+      strips.polynomial(f, gram, g_tiles, polynomial);
       __syncthreads();
       strips.store(g_tiles, grad);
       __syncthreads();
-      strips.square_product(gram, g_tiles, 0.0f, 1.0f, mixed);
+      strips.polynomial({0.0f, 0.0f, 1.0f}, gram, g_tiles, mixed);
       __syncthreads();
       strips.store(g_tiles, mixed);
       __syncthreads();
@@ -217,7 +222,7 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
       for (int r = 0; r < kRowTiles; ++r) {
         S::combine(mixed[r], 1.0f, mixed[r], f[1], grad[r]);  // P
       }
-      strips.template update<true>(d_tiles, f[0], polynomial, mixed, x_tiles);
+      strips.template update<true>(d_tiles, polynomial, mixed, x_tiles);
     }
 
     // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.

@@ -63,54 +63,76 @@ struct StackTiles {
     }
   };
 
-  // The matrix at `source` times scale/(its norm + eps), into tiles; returns its norm. The barrier
-  // in the sum also parts the new tiles from what was done with the old ones.
-  template <typename T>
+  // The matrix at `source` times scale/(its norm + eps), into tiles; returns its norm. kAnySize:
+  // its square need not be a number that fp32 has. The barriers in the sum also part the new tiles
+  // from what was done with the old ones.
+  template <bool kAnySize, typename T>
   __device__ __forceinline__ float load(u32 x, const T* source, int rows, int cols, bool whole,
                                         float scale, float eps, float* scratch) const {
-    // A large one is read twice: it would not stay in registers.
-    constexpr bool kKeep = kPieces <= 8;
+    // A large one is read anew each time: it would not stay in registers.
+    constexpr bool kKeep = kPieces <= 16;
     constexpr int kAtOnce = kKeep ? kPieces : 4;
     const Pieces at;
     u32 pieces[kAtOnce][4];
+    auto read = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        load_words<4>(source, at.row(first + i), at.col(first + i), rows, cols, whole, pieces[i]);
+      }
+    };
+    // Of each two numbers that a thread has.
+    auto visit = [&](auto&& f) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float low, high;
+          unpack<T>(pieces[i][j], low, high);
+          f(low, high, pieces[i][j]);
+        }
+      }
+    };
+    float unit = 1.0f;
+    if constexpr (kAnySize) {
+      float largest = 0.0f;
+#pragma unroll 1
+      for (int first = 0; first < kPieces; first += kAtOnce) {
+        read(first);
+        visit([&](float low, float high, u32&) {
+          largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+        });
+      }
+      unit = power_to_one(block_max(largest, scratch));
+    }
     float square = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < kPieces; first += kAtOnce) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int piece = first + i;
-        load_words<4>(source, at.row(piece), at.col(piece), rows, cols, whole, pieces[i]);
+      if constexpr (!kKeep || !kAnySize) {
+        read(first);
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<T>(pieces[i][j], low, high);
-          square += low * low + high * high;
+      visit([&](float low, float high, u32&) {
+        if constexpr (kAnySize) {
+          low *= unit, high *= unit;
         }
-      }
+        square += low * low + high * high;
+      });
     }
-    const float norm = sqrtf(block_sum(square, scratch));
-    const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps);
+    const float norm = sqrtf(block_sum(square, scratch));  // of the matrix times `unit`
+    const float factor = norm == 0.0f ? 0.0f : scale / (norm + eps) * unit;
 #pragma unroll 1
     for (int first = 0; first < kPieces; first += kAtOnce) {
+      if constexpr (!kKeep) {
+        read(first);
+      }
+      visit([&](float low, float high, u32& both) {
+        both = pack<Compute>(low * factor, high * factor);
+      });
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int piece = first + i;
-        if constexpr (!kKeep) {
-          load_words<4>(source, at.row(piece), at.col(piece), rows, cols, whole, pieces[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float low, high;
-          unpack<T>(pieces[i][j], low, high);
-          pieces[i][j] = pack<Compute>(low * factor, high * factor);
-        }
-        store_shared(at.address(x, piece), pieces[i]);
+        store_shared(at.address(x, first + i), pieces[i]);
       }
     }
-    return norm;
+    return norm / unit;
   }
 
   // The tiles times `factor` to memory.
@@ -154,23 +176,30 @@ struct StackTiles {
     }
   }
 
-  // Sum over the block; `scratch` holds a float a warp.
-  __device__ __forceinline__ static float block_sum(float x, float* scratch) {
+  // f(f(…), …) of all numbers of the block; `scratch` holds a float a warp.
+  template <typename F>
+  __device__ __forceinline__ static float reduce(float x, float* scratch, F&& f) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
-      x += __shfl_xor_sync(0xffffffffu, x, offset);
+      x = f(x, __shfl_xor_sync(0xffffffffu, x, offset));
     }
     __syncthreads();
     if (threadIdx.x % 32 == 0) {
       scratch[threadIdx.x / 32] = x;
     }
     __syncthreads();
-    float sum = 0.0f;
+    x = scratch[0];
 #pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) {
-      sum += scratch[i];
+    for (int i = 1; i < kThreads / 32; ++i) {
+      x = f(x, scratch[i]);
     }
-    return sum;
+    return x;
+  }
+  __device__ __forceinline__ static float block_sum(float x, float* scratch) {
+    return reduce(x, scratch, [](float a, float b) { return a + b; });
+  }
+  __device__ __forceinline__ static float block_max(float x, float* scratch) {
+    return reduce(x, scratch, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // a ← p·a + q·(transpose of what lies in the tiles).
@@ -195,13 +224,6 @@ struct StackTiles {
         out.x[s][i] = pack<Compute>(p * x0 + q * y0, p * x1 + q * y1);
       }
     }
-  }
-
-  // This group's part of column tile k of a·x, in fp32.
-  __device__ __forceinline__ void scaled(u32 x, int k, float a, Accumulator& out) const {
-    Left own;
-    load_left<kTall>(tile(x, group, k), own, warp, lane);
-    widen<Compute>(own, a, out);
   }
 };
 

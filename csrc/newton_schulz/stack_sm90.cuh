@@ -16,12 +16,16 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
   using Base::gram_tile, Base::tile, Base::own_tile, Base::kGram, Base::kUpdate, Base::kOwn;
   using Base::group, Base::lane, Base::warp, Base::keep, Base::recall;
   using typename Base::Compute, typename Base::Gram;
-  using Own = Left[kColTiles];  // a group's rows of X
+  using Own = Left[kColTiles];                                  // a group's rows of X
+  static constexpr bool kCarried = kRowTiles * kColTiles == 1;  // they stay in registers
 
+  Diagonal diagonal{lane};
+
+  __device__ __forceinline__ static void sync() { sync_anywhere<Base::kThreads>(); }
   // What this thread stored becomes an operand for all.
   __device__ __forceinline__ static void publish() {
     fence_async();
-    __syncthreads();
+    sync();
   }
 
   // This group's rows of X, into registers.
@@ -100,7 +104,7 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
     square_product(gram, a, [&](int r, Accumulator& sum) {
       blend<Compute>(gram[r], f[1], f[2], sum);
       if (kRowTiles == 1 || r == group) {
-        add_to_diagonal(sum, f[0], warp, lane);
+        diagonal.add(sum, f[0], warp);
       }
       round_to_left<Compute>(sum, out[r]);
     });

@@ -105,7 +105,11 @@ def _launch(
     if pass_ == "bwd" and rows > WARP_SIDE:
         size = (blocks, needs.workspace // 4)
         matrices.append(empty(size, dtype=torch.int32, device=shape.device))
-    numbers = [np.int32(n) for n in (shape.rows, shape.cols, shape.steps)]
+    numbers: list[Any] = [np.int32(n) for n in (shape.rows, shape.cols, shape.steps)]
+    coefficients = shape.coefficients
+    if pass_ == "fwd":
+        scale, coefficients = scaled(coefficients)
+        numbers.append(np.float32(scale))
     if needs.kept:
         numbers.append(np.int32(needs.kept))
     runtime.launch(
@@ -122,10 +126,32 @@ def _launch(
             *numbers,
             np.float32(shape.eps),
             np.int32(whole),
-            _table(shape.coefficients),
+            _table(coefficients),
         ),
     )
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def scaled(coefficients: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
+    """The same iteration with every c one, and the multiple of X that it starts from.
+
+    With `scale[i]` · X instead of X at step i, A is `scale[i]`² · A and the next iterate is to be
+    `scale[i + 1]` · X, so that c becomes `scale[i + 1]` / `scale[i]`⁵ · c. From a last scale of one
+    back to the first, each can be chosen so that this is one: kernels skip the product with it. If
+    a c is not about one, all stay as they are.
+    """
+    steps = [coefficients[i : i + 3] for i in range(0, len(coefficients), 3)]
+    if not all(1 / 16 <= c <= 64 for _, _, c in steps):
+        return 1.0, coefficients
+    following = 1.0
+    flat: tuple[float, ...] = ()
+    for a, b, c in reversed(steps):
+        scale = (c * following) ** 0.2
+        ratio = following / scale
+        flat = (ratio * a, ratio * b / scale**2, 1.0, *flat)
+        following = scale
+    return following, flat
 
 
 @functools.lru_cache(maxsize=256)

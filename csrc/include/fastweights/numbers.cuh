@@ -6,6 +6,17 @@
 
 namespace fastweights {
 
+// x stays in its register: what it came from is not worked out anew where it is used.
+__device__ __forceinline__ void stay(float& x) {
+  asm volatile("" : "+f"(x));
+}
+
+// The power of two that brings |x| to 1 … 2, as near as there is one; NaN and infinity stay.
+__device__ __forceinline__ float power_to_one(float x) {
+  const int exponent = (__float_as_uint(x) >> 23) & 255;
+  return __uint_as_float(u32(max(1, 254 - exponent)) << 23);
+}
+
 // Two numbers in one register, the first in the low half.
 template <typename T>
 __device__ __forceinline__ u32 pack(float low, float high);

@@ -32,6 +32,12 @@ __device__ __forceinline__ void load_shared(u32 address, u32 (&x)[4]) {
                : "memory");
 }
 
+// A barrier of kThreads threads, all of the block, that they may reach in different places.
+template <int kThreads>
+__device__ __forceinline__ void sync_anywhere() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // threadIdx.x, asked for anew at each call: what follows from it is worked out where it is used,
 // and waits in no register across a loop that has none to spare.
 __device__ __forceinline__ int fresh_thread() {

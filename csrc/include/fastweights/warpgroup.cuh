@@ -33,72 +33,64 @@ __device__ __forceinline__ void round_to_left(const Accumulator& d, Left& a) {
   }
 }
 
-// d ← p·a + q·d.
+// d ← p·a + q·d; q is 1 more often than not.
 template <typename T>
 __device__ __forceinline__ void blend(const Left& a, float p, float q, Accumulator& d) {
+  if (q != 1.0f) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      d.x[i] *= q;
+    }
+  }
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float low, high;
       unpack<T>(a.x[step][i], low, high);
-      float& low_sum = d.x[8 * step + 2 * i];
-      float& high_sum = d.x[8 * step + 2 * i + 1];
-      low_sum = p * low + q * low_sum;
-      high_sum = p * high + q * high_sum;
+      d.x[8 * step + 2 * i] += p * low;
+      d.x[8 * step + 2 * i + 1] += p * high;
     }
   }
 }
 
-// x added to the diagonal of d.
-__device__ __forceinline__ void add_to_diagonal(Accumulator& d, float x, int warp, int lane) {
-  const bool even = lane / 8 == lane % 4 && lane / 4 % 2 == 0;
-  const bool odd = lane / 8 == lane % 4 && lane / 4 % 2 == 1;
-  const float to_even = even ? x : 0.0f, to_odd = odd ? x : 0.0f;
+// Which numbers of this thread lie on the diagonal: of the two neighbours that it holds in each
+// block on it, the first, the second or none.
+struct Diagonal {
+  float first, second;
+
+  __device__ __forceinline__ explicit Diagonal(int lane)
+      : first(lane / 4 == 2 * (lane % 4)), second(lane / 4 == 2 * (lane % 4) + 1) {
+    stay(first);
+    stay(second);
+  }
+
+  // d ← d + x·I.
+  __device__ __forceinline__ void add(Accumulator& d, float x, int warp) const {
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {  // columns 16w on meet the rows of warp w
-    if (warp == w) {
-      d.x[8 * w] += to_even;
-      d.x[8 * w + 1] += to_odd;
-      d.x[8 * w + 6] += to_even;
-      d.x[8 * w + 7] += to_odd;
+    for (int w = 0; w < 4; ++w) {  // columns 16w on meet the rows of warp w
+      if (warp == w) {
+        d.x[8 * w] += first * x;
+        d.x[8 * w + 1] += second * x;
+        d.x[8 * w + 6] += first * x;
+        d.x[8 * w + 7] += second * x;
+      }
     }
   }
-}
+};
 
-// a ← p·a + q·d, by way of d.
-template <typename T>
-__device__ __forceinline__ void mix(Left& a, float p, float q, Accumulator& d) {
-  blend<T>(a, p, q, d);
-  round_to_left<T>(d, a);
-}
-
-// d ← p·a.
-template <typename T>
-__device__ __forceinline__ void widen(const Left& a, float p, Accumulator& d) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float low, high;
-      unpack<T>(a.x[step][i], low, high);
-      d.x[8 * step + 2 * i] = p * low;
-      d.x[8 * step + 2 * i + 1] = p * high;
-    }
-  }
-}
-
-// Address in a tile at which this thread's part of step `step` of a left operand starts, for
-// load_matrices and store_matrices: as its own rows, or (kTransposed) as columns of the tile.
+// Where in a tile this thread's part of step `step` of a left operand starts, for load_matrices and
+// store_matrices: as its own rows, or (kTransposed) as columns of the tile.
 template <bool kTransposed>
 __device__ __forceinline__ u32 left_address(u32 tile, int step, int warp, int lane) {
   const int matrix = lane / 8;
-  const int down = 16 * warp + 8 * (matrix % 2);   // rows of the operand
-  const int along = 16 * step + 8 * (matrix / 2);  // its columns
+  const int down = 2 * warp + matrix % 2;  // of the operand, in eights: its rows
+  const int along = matrix / 2;            // and its columns, of step 0
   if constexpr (kTransposed) {
-    return tile + Tile::piece(along + lane % 8, down / 8);
+    return tile + Tile::piece(8 * along + lane % 8, down) + step * Tile::piece(16, 0);
   }
-  return tile + Tile::piece(down + lane % 8, along / 8);
+  // Steps are two pieces apart, which the swizzle leaves them.
+  return (tile + Tile::piece(8 * down + lane % 8, along)) ^ (step << 5);
 }
 
 template <bool kTransposed>

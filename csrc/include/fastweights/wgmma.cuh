@@ -43,19 +43,23 @@ __device__ __forceinline__ void wgmma_commit() {
 
 // Wait until at most kPending groups run. The accumulators are named, so that no use of them moves
 // before the wait.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait(Accumulator& d) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+__device__ __forceinline__ void name(Accumulator& d) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     asm volatile("" : "+f"(d.x[j])::"memory");
   }
 }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait(Accumulator& d) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  name(d);
+}
 template <int kPending, int kCount>
 __device__ __forceinline__ void wgmma_wait(Accumulator (&d)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    wgmma_wait<kPending>(d[i]);
+    name(d[i]);
   }
 }
 

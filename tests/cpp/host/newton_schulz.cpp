@@ -39,6 +39,20 @@ static Coefficients coefficients() {
   return all;
 }
 
+// The same iteration in multiples of X that make c one, and the multiple of the first X.
+static Coefficients scaled_coefficients(float& first) {
+  Coefficients all = coefficients();
+  double next = 1;
+  for (int step = kSteps - 1; step >= 0; --step) {
+    float (&f)[3] = all.of_step[step];
+    const double scale = std::pow(f[2] * next, 0.2), ratio = next / scale;
+    f[0] *= ratio, f[1] *= ratio / (scale * scale), f[2] = 1;
+    next = scale;
+  }
+  first = next;
+  return all;
+}
+
 // p·x·y + q·z, x of rows × inner numbers.
 static Matrix combine(double p, const Matrix& x, const Matrix& y, double q, const Matrix& z,
                       int rows, int inner) {
@@ -182,9 +196,11 @@ static void forward(const std::string& kernel, int count, int rows, int cols, in
   for (T& v : out.x) {
     v = {0x7fff};  // NaN
   }
-  const auto factors = coefficients();
+  float scale;
+  const auto factors = scaled_coefficients(scale);
   run_block(threads, [&] {
-    run(in.x.data(), out.x.data(), count, rows, cols, kSteps, kEps, cols % piece == 0, factors);
+    run(in.x.data(), out.x.data(), count, rows, cols, kSteps, scale, kEps, cols % piece == 0,
+        factors);
   });
   double error = 0, norm = 0;
   for (int n = 0; n < count; ++n) {

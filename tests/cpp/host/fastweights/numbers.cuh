@@ -31,6 +31,11 @@ inline float widened(bfloat16 x) {
   return wide;
 }
 
+inline void stay(float&) {}
+inline float power_to_one(float x) {
+  return x == 0 ? std::ldexp(1.0f, 127) : std::ldexp(1.0f, -std::ilogb(x));
+}
+
 template <typename T>
 u32 pack(float low, float high) {
   return rounded<T>(low).bits | u32(rounded<T>(high).bits) << 16;

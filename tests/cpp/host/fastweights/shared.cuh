@@ -30,6 +30,10 @@ inline void store_shared(u32 address, const u32 (&x)[4]) {
 inline void load_shared(u32 address, u32 (&x)[4]) {
   std::memcpy(x, memory + address, 16);
 }
+template <int kThreads>
+void sync_anywhere() {
+  __syncthreads();
+}
 inline int fresh_thread() {
   return threadIdx.x;
 }
