@@ -87,6 +87,13 @@ def refusal(package: str, backend: str, shape: Any, arch: str) -> str | None:
     return module.supports(shape, arch)
 
 
+def yields(package: str, name: str, shape: Any, arch: str) -> str | None:
+    """None, or why "auto" goes past a backend that can run the call, another being faster."""
+    rule = getattr(implementation(package, name), "yields", None)
+    reason: str | None = rule(shape, arch) if rule is not None else None
+    return reason
+
+
 def resolve(package: str, shape: Any, backend: str) -> ModuleType:
     """The module that runs this call.
 
@@ -104,7 +111,7 @@ def resolve(package: str, shape: Any, backend: str) -> ModuleType:
         return module
     reasons = []
     for name in _auto_order(arch):
-        reason = refusal(package, name, shape, arch)
+        reason = refusal(package, name, shape, arch) or yields(package, name, shape, arch)
         if reason is None:
             module = implementation(package, _faster(package, name, shape) or name)
             assert module is not None
@@ -223,6 +230,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         reason = refusal(package, name, shape, device.arch)
         if reason is None and backend == "auto" and name not in _auto_order(device.arch):
             reason = "auto runs eager on CPU tensors"
+        if reason is None and backend == "auto":
+            reason = yields(package, name, shape, device.arch)
         if reason is not None:
             refused[name] = reason
             continue

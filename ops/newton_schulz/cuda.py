@@ -27,8 +27,9 @@ from .cuda_spaces import (
 )
 from .op import NewtonSchulzShape
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports", "yields"]
 
+LEAST_OF_256 = 16  # matrices of more than 128 rows under which torch is faster
 MAX_STEPS = 16  # as in csrc/newton_schulz/common.cuh
 UPSTREAM = 0.125  # norm that backward brings the upstream gradient to, kScale there
 LARGEST = 2.0**15  # that a gradient in fp16 may grow to on its way, half of what fp16 holds
@@ -53,6 +54,13 @@ def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
         return "a gradient through these steps may leave the range of fp16"
     space = SPACE_BWD if shape.backward else SPACE_FWD
     return refusal(space, bucket(shape), Device.of(shape.device))
+
+
+def yields(shape: NewtonSchulzShape, arch: str) -> str | None:
+    """None, or why torch is faster: a block for a matrix leaves most of a device idle."""
+    if min(shape.rows, shape.cols) > 2 * TILE and shape.batch < LEAST_OF_256:
+        return f"fewer than {LEAST_OF_256} matrices of more than {2 * TILE} rows"
+    return None
 
 
 def _kernel(config: Config, shape: NewtonSchulzShape, pass_: str) -> Kernel:

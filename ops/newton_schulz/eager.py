@@ -91,9 +91,9 @@ def _norm(shape: NewtonSchulzShape, x: Tensor) -> Tensor:
 
 
 def _normalised(shape: NewtonSchulzShape, x: Tensor, norm: Tensor) -> Tensor:
-    """first_scale·X₀ in the compute dtype; a zero matrix stays zero."""
-    unit = x.to(shape.statistic_dtype) / (norm + shape.eps)
-    return (unit * shape.first_scale).to(shape.compute_dtype)
+    """first_scale·X₀ in the compute dtype, rounded once; a zero matrix stays zero."""
+    out = torch.empty_like(x, dtype=shape.compute_dtype)
+    return torch.div(x, (norm + shape.eps) / shape.first_scale, out=out)
 
 
 def _steps(shape: NewtonSchulzShape) -> list[tuple[Triple, float]]:

@@ -7,12 +7,13 @@ Two forms, with X of n ≤ m rows and columns, A = X Xᵀ and Z = a I + b A + c 
               All symmetric. R holds squares of singular values, which fp16 keeps two steps long;
               then X is formed, and R anew (a restart).
 
-The form is the one that multiplies less, products that are symmetric counted by half.
+Half of the tiles are not half of the time: where too few are left to keep the device busy, torch
+forms the products whole. The form is the one that then multiplies less.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from .op import PACKAGE, NewtonSchulzShape
 
 OP = "newton_schulz"
 KERNEL = (f"{PACKAGE}.triton_symmetric", "symmetric_product")
-LEAST_ROWS = 1024  # under it torch's own products are as fast, tiles being few
+LEAST_ROWS = 257  # under it stacks stay on chip
 RESTART = 2  # steps that R lives through
 UNITS = 8  # columns of a row that starts on a multiple of 16 bytes
 
@@ -44,8 +45,26 @@ def refusal(shape: NewtonSchulzShape, device: Device) -> str | None:
     return None
 
 
+class Bucket(NamedTuple):
+    """What a choice of config depends on.
+
+    Attributes:
+        itemsize: bytes of a number.
+        few: whether tiles of 128 are fewer than two for each multiprocessor of a large device.
+    """
+
+    itemsize: int
+    few: bool
+
+
 def _bucket(shape: NewtonSchulzShape) -> Key:
-    return (shape.compute_dtype.itemsize,)
+    across = -(-min(shape.rows, shape.cols) // 128)
+    return Bucket(shape.compute_dtype.itemsize, shape.batch * across * (across + 1) < 512)
+
+
+def _default(key: Key, device: Device) -> Config:
+    configs = [c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None]
+    return configs[-1 if Bucket(*key).few else 0]
 
 
 def _fits(config: Config, key: Key, device: Device) -> str | None:
@@ -72,15 +91,17 @@ SPACE_SYMMETRIC: Space = Space(
     ),
     fits=_fits,
     bucket=_bucket,
-    default=lambda key, device: next(
-        c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None
-    ),
+    default=_default,
     sources=KERNEL[:1],
 )
 
 
 class Products:
-    """The symmetric products of one call, with what they share."""
+    """The symmetric products of one call, with what they share.
+
+    Attributes:
+        weight: what one costs, of what a whole product costs.
+    """
 
     def __init__(self, shape: NewtonSchulzShape, rows: int) -> None:
         self.device = shape.device
@@ -90,25 +111,13 @@ class Products:
         self.block = self.config["BLOCK"]
         across = -(-rows // self.block)
         self.tiles = across * (across + 1) // 2
-
-    def _split(self, steps: int) -> int:
-        """Parts of each sum: as few as leave at most a tenth of the device idle, or the least idle.
-
-        A part below eight steps costs more than it saves.
-        """
         at_once = Device.of(self.device).multiprocessors
-        units = self.batch * self.tiles
-        best, least = 1, 2.0
-        for split in (1, 2, 3, 4, 6, 8):
-            if split > 1 and steps < 8 * split:
-                break
-            waves = -(-units * split // at_once)
-            idle = waves * at_once / (units * split)
-            if idle < least - 0.05:
-                best, least = split, idle
-            if idle < 1.1:
-                break
-        return best
+        waves = -(-self.batch * self.tiles // at_once)
+        whole = max(1.0, self.batch * across**2 / at_once)
+        # On an H200 torch's product takes 0.86 of our time for the same tiles (4096³); and nothing
+        # is gained by less than a tenth.
+        cost = waves / (0.86 * whole)
+        self.weight = cost if cost < 0.9 else 1.0
 
     def __call__(
         self,
@@ -119,30 +128,22 @@ class Products:
         alpha: float = 1.0,
         beta: float = 0.0,
         gamma: float = 0.0,
-        split: int | None = None,
     ) -> torch.Tensor:
         """alpha·left·rightᵀ + beta·plus + gamma·I, of which it is known that it is symmetric.
 
-        `split` is in how many parts sums are formed; None leaves it to the sizes.
+        A multiple of I is rounded with the rest. Added to what torch has rounded already, it would
+        leave the error of numbers that it is to cancel, and the Gram form too far off.
         """
         out = rows_on_units(self.batch, self.rows, self.rows, left.dtype, self.device)
-        depth = self.config["BLOCK_K"]
-        split = split or self._split(-(-left.shape[2] // depth))
-        units = self.batch * self.tiles * split
-        partials = arrived = None
-        if split > 1:
-            size = (units, self.block, self.block)
-            partials = empty(size, dtype=torch.float32, device=self.device)
-            number = self.batch * self.tiles
-            arrived = torch.zeros(number, dtype=torch.int32, device=self.device)
-        block = self.block
+        if self.weight == 1.0 and not gamma:
+            whole_product(left, right.mT, plus, out, beta=beta, alpha=alpha)
+            return out
+        block, depth = self.block, self.config["BLOCK_K"]
         arguments: dict[str, Any] = {
             "left": runtime.stack_tiles(left, block, depth),
             "right": runtime.stack_tiles(right, block, depth),
             "plus": None if plus is None else runtime.stack_tiles(plus, block, block),
             "out": runtime.stack_tiles(out, block, block),
-            "partials": partials,
-            "arrived": arrived,
             "n": self.rows,
             "k": left.shape[2],
             "tiles": self.tiles,
@@ -152,13 +153,30 @@ class Products:
         }
         constants = {
             "PLUS": plus is not None,
-            "SPLIT": split,
             "BLOCK": block,
             "BLOCK_K": depth,
             "STAGES": self.config.num_stages,
         }
+        units = self.batch * self.tiles
         runtime.launch(OP, KERNEL, units, self.device, self.config, arguments, constants)
         return out
+
+
+def whole_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    plus: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    beta: float,
+    alpha: float,
+) -> None:
+    """out = alpha·left·right + beta·plus, rounded once."""
+    if left.device.type == "cpu":  # torch's own fp16 product is slow there
+        product = torch.bmm(left.float(), right.float()) * alpha
+        out.copy_(product if plus is None else product + beta * plus.float())
+        return
+    torch.baddbmm(out if plus is None else plus, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def rows_on_units(
@@ -169,14 +187,17 @@ def rows_on_units(
     return empty((batch, rows, width), dtype=dtype, device=device)[:, :, :cols]
 
 
-def gram_is_cheaper(rows: int, cols: int, steps: int) -> bool:
-    """Whether the Gram form multiplies less by a tenth, which pays for its smaller products."""
+def gram_is_cheaper(rows: int, cols: int, steps: int, weight: float) -> bool:
+    """Whether the Gram form multiplies less by a tenth, which pays for its smaller products.
+
+    `weight` is what a symmetric product costs, of what a whole one costs.
+    """
     # In units of rows² multiply-adds.
-    direct = steps * (0.5 * cols + 0.5 * rows + cols)
+    direct = steps * (weight * (cols + rows) + cols)
     gram, left = 0.0, steps
     while left:
         run = min(RESTART if left == steps else left, left)
-        gram += 0.5 * cols + cols + rows * 0.5 * (run + (run - 1) + 2 * (run - 1))
+        gram += weight * cols + cols + rows * weight * (run + (run - 1) + 2 * (run - 1))
         left -= run
     return gram < 0.9 * direct
 
@@ -187,9 +208,9 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     batch, rows, cols = wide.shape
     iterate = rows_on_units(batch, rows, cols, shape.compute_dtype, shape.device)
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    iterate.copy_(wide.float() * (shape.first_scale / (norm + shape.eps)))
+    torch.div(wide, (norm + shape.eps) / shape.first_scale, out=iterate)
     products = Products(shape, rows)
-    if gram_is_cheaper(rows, cols, shape.steps):
+    if gram_is_cheaper(rows, cols, shape.steps, products.weight):
         iterate = _gram_form(shape, products, iterate)
     else:
         for j, (a, b, c) in enumerate(shape.triples):
@@ -197,17 +218,17 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
             gram = products(iterate, iterate)
             z = products(gram, gram, gram, alpha=c / scale**4, beta=b / scale**2)
             iterate = _product(z, iterate, a / scale, 1 / scale)
+    if (iterate.dtype, shape.tall) == (shape.dtype, False) and iterate.is_contiguous():
+        return iterate
     out = empty(x.shape, dtype=shape.dtype, device=shape.device)
     return out.copy_(iterate.mT if shape.tall else iterate)
 
 
 def _product(left: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
     """alpha·left·x + beta·x into rows on units."""
-    batch, rows, cols = x.shape
-    out = rows_on_units(batch, rows, cols, x.dtype, x.device)
-    if left.device.type == "cpu":  # torch's own fp16 product is slow there
-        return out.copy_(torch.baddbmm(x.float(), left.float(), x.float(), beta=beta, alpha=alpha))
-    return torch.baddbmm(x, left, x, beta=beta, alpha=alpha, out=out)
+    out = rows_on_units(*x.shape, x.dtype, x.device)
+    whole_product(left, x, x, out, beta=beta, alpha=alpha)
+    return out
 
 
 def _gram_form(shape: NewtonSchulzShape, products: Products, iterate: torch.Tensor) -> torch.Tensor:

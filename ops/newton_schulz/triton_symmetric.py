@@ -2,10 +2,6 @@
 
 Everything that Newton–Schulz forms of a Gram matrix R, and R itself, is a polynomial in R. Such
 matrices are symmetric and commute, so that each product of two of them is one more.
-
-A unit of work is a tile on or below the diagonal, or a part of its sum where there are too few
-tiles for the device. Parts lie in fp32 in a buffer; the program that comes last adds them up in
-fixed order, whichever program that is.
 """
 
 import triton
@@ -23,61 +19,35 @@ def _lower_tile(number):
     return row, number - row * (row + 1) // 2
 
 
-@triton.jit
-def _add_parts(parts, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts + part * BLOCK * BLOCK + at, cache_modifier=".cg")
-    return total
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def symmetric_product(
-    left, right, plus, out, partials, arrived,
+    left, right, plus, out,
     n: tl.int32, k: tl.int32, tiles: tl.int32, alpha: tl.float32, beta: tl.float32,
     gamma: tl.float32,
-    PLUS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    PLUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = alpha·left·rightᵀ + beta·plus + gamma·I, (B, n, n), of operands (B, n, k).
 
-    `left`, `right`, `plus` and `out` are descriptors of tiles; `partials` fp32 (units, BLOCK,
-    BLOCK) and `arrived` int32 (B·tiles,) of zeros are for SPLIT > 1.
+    All four are descriptors of tiles. A program has one on or below the diagonal.
     """
-    unit = tl.program_id(0)
-    number = unit // SPLIT
+    number = tl.program_id(0)
     matrix = number // tiles
     i, j = _lower_tile(number % tiles)
     row0 = i * BLOCK
     col0 = j * BLOCK
-    steps = tl.cdiv(k, BLOCK_K)
-    part = unit % SPLIT
-    first = steps * part // SPLIT
-    last = steps * (part + 1) // SPLIT
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
+    for step in tl.range(0, tl.cdiv(k, BLOCK_K), num_stages=STAGES):
         a = left.load([matrix, row0, step * BLOCK_K]).reshape([BLOCK, BLOCK_K])
         b = right.load([matrix, col0, step * BLOCK_K]).reshape([BLOCK, BLOCK_K])
         acc = tl.dot(a, b.T, acc)  # [BLOCK, BLOCK]
-    here = True
-    if SPLIT > 1:
-        at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        parts = partials + number.to(tl.int64) * SPLIT * BLOCK * BLOCK
-        tl.store(parts + part * BLOCK * BLOCK + at, acc, cache_modifier=".cg")
-        tl.debug_barrier()  # all of this part is on its way before it counts
-        here = tl.atomic_add(arrived + number, 1, sem="acq_rel") == SPLIT - 1
-        if here:
-            acc = _add_parts(parts, BLOCK, SPLIT)
-    if here:
-        value = acc * alpha
-        if PLUS:
-            tile = plus.load([matrix, row0, col0]).reshape([BLOCK, BLOCK])
-            value += beta * tile.to(tl.float32)
-        rows = row0 + tl.arange(0, BLOCK)
-        cols = col0 + tl.arange(0, BLOCK)
-        value += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
-        value = value.to(out.dtype)
-        out.store([matrix, row0, col0], value.reshape([1, BLOCK, BLOCK]))
-        if i != j:
-            out.store([matrix, col0, row0], value.T.reshape([1, BLOCK, BLOCK]))
+    value = acc * alpha
+    if PLUS:
+        tile = plus.load([matrix, row0, col0]).reshape([BLOCK, BLOCK])
+        value += beta * tile.to(tl.float32)
+    rows = row0 + tl.arange(0, BLOCK)
+    cols = col0 + tl.arange(0, BLOCK)
+    value += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
+    value = value.to(out.dtype)
+    out.store([matrix, row0, col0], value.reshape([1, BLOCK, BLOCK]))
+    if i != j:
+        out.store([matrix, col0, row0], value.T.reshape([1, BLOCK, BLOCK]))

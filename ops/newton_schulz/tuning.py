@@ -194,23 +194,22 @@ def _cases(space: Space, config: Config, device: Device, quick: bool) -> list[Co
 
 
 def _large_cases(device: Device) -> list[CompileCase]:
-    """Symmetric products, of two operands alone and with a third, whole and in parts."""
+    """Symmetric products, of two operands alone and with a third."""
     space = triton_large.SPACE_SYMMETRIC
-    shape = _compile_shape(torch.bfloat16, 1024, 4096)
+    shape = _compile_shape(torch.bfloat16, 4096, 8192)
     cases = []
     for config in space.configs:
         if space.fits(config, space.bucket(shape), device) is not None:
             continue
-        for split in (1, 2):
-            with use_config(space, config), triton_runtime.record_launches() as sources:
-                products = triton_large.Products(shape, shape.rows)
-                x = torch.empty((1, 1024, 4096), dtype=torch.float16, device="meta")
-                gram = products(x, x, split=split)
-                products(gram, gram, gram, split=split)
-            cases += [
-                CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK_SYMMETRIC)
-                for source in sources
-            ]
+        with use_config(space, config), triton_runtime.record_launches() as sources:
+            products = triton_large.Products(shape, shape.rows)
+            x = torch.empty((3, 4096, 8192), dtype=torch.float16, device="meta")
+            gram = products(x, x)
+            products(gram, gram, gram)
+        cases += [
+            CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK_SYMMETRIC)
+            for source in sources
+        ]
     return cases
 
 

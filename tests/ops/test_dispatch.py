@@ -169,6 +169,16 @@ def test_auto_walks_cuda_triton_eager(on_gpu: None, package: str, modules: Any) 
         assert module is modules[expected]
 
 
+def test_auto_goes_past_a_backend_that_yields(
+    on_gpu: None, package: str, modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may say so of calls that it can run, and runs when it is asked for."""
+    shape = Shape(64, torch.float32, torch.device("cuda", 0))
+    monkeypatch.setattr(modules["cuda"], "yields", lambda shape, arch: "slower", raising=False)
+    assert dispatch.resolve(package, shape, "auto") is modules["triton"]
+    assert dispatch.resolve(package, shape, "cuda") is modules["cuda"]
+
+
 def test_auto_on_the_cpu_is_eager_even_under_the_interpreter(square: Any, modules: Any) -> None:
     square(torch.ones(64))
     assert modules["eager"].calls == ["fwd"]

@@ -14,6 +14,8 @@ from fastweights.autotune.space import Device, assume_device
 from fastweights.ops import cuda_runtime
 from fastweights.ops.newton_schulz import cuda as backend
 from fastweights.ops.newton_schulz import cuda_spaces
+from fastweights.ops.newton_schulz.coefficients import SETS, schedule
+from helpers import newton_schulz as inputs
 
 op = importlib.import_module("fastweights.ops.newton_schulz.op")
 BF16 = torch.bfloat16
@@ -135,3 +137,34 @@ def test_coefficients_travel_as_one_struct() -> None:
     table = backend._table((1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
     numbers = torch.frombuffer(bytearray(table.tobytes()), dtype=torch.float32)
     assert numbers.tolist() == [1, 2, 3, 4, 5, 6] + [0] * 42
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_scaled_coefficients_are_the_same_iteration(name: str) -> None:
+    """In float64 to its rounding; c is one, so that kernels may leave out its product."""
+    plain = tuple(schedule("op", name, 5))
+    scale, scaled = backend.scaled(plain)
+    assert scaled[2::3] == (1.0,) * 5
+    assert 0.5 < scale < 2
+    start = inputs.orthogonal(20, 0).double() @ torch.linspace(0, 1, 20).double().diag()
+
+    def run(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
+        for a, b, c in zip(*(iter(numbers),) * 3, strict=True):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    torch.testing.assert_close(run(scale * start, scaled), run(start, plain), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("c", [0.0, -0.5, 1e-3, 100.0])
+def test_coefficients_that_cannot_be_scaled_stay(c: float) -> None:
+    plain = (1.5, -0.5, c, 2.0, -1.5, 0.5)
+    assert backend.scaled(plain) == (1.0, plain)
+
+
+def test_few_large_ones_are_left_to_torch() -> None:
+    """A block a matrix takes as long for one as for a hundred."""
+    assert backend.yields(shape_of(stack(1, 200, 256)), "sm_90") is not None
+    for size in ((1, 128, 256), (132, 256, 256)):
+        assert backend.yields(shape_of(stack(*size)), "sm_90") is None

@@ -152,34 +152,47 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield module
 
 
-@pytest.mark.parametrize("split", [1, 3])
+def fixed_weight(weight: float) -> Any:
+    """`triton_large.Products.weight`, whatever the device."""
+    return property(lambda self: weight, lambda self, computed: None)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0], ids=["halves", "whole"])
 @pytest.mark.parametrize("size", [(100, 110), (70, 301), (150, 66)], ids=str)
-def test_large(size: tuple[int, int], split: int, large: Any, monkeypatch: Any) -> None:
-    """Both forms; sums in one part and in three; sides that are no multiples of anything."""
-    assert large.gram_is_cheaper(*sorted(size), 5) == (max(size) > 1.2 * min(size))
-    monkeypatch.setattr(large.Products, "_split", lambda self, steps: split)
+def test_large(size: tuple[int, int], weight: float, large: Any, monkeypatch: Any) -> None:
+    """Both forms, by symmetric and by whole products; sides that are no multiples of anything."""
+    assert large.gram_is_cheaper(*sorted(size), 5, weight) == (max(size) > 1.3 * min(size))
+    monkeypatch.setattr(large.Products, "weight", fixed_weight(weight), raising=False)
     literal = reference.newton_schulz
     oracle.check_op(
         OP, literal, Case(*size, (2,)).arguments, torch.float16, CPU, grads=False, seeds=(0,)
     )
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0], ids=["halves", "whole"])
 @pytest.mark.parametrize("kind", ["condition", "deficient"])
-def test_large_with_small_singular_values(kind: str, large: Any) -> None:
+def test_large_with_small_singular_values(
+    kind: str, weight: float, large: Any, monkeypatch: Any
+) -> None:
     """The Gram form keeps them as bf16 iterates do, and better."""
+    monkeypatch.setattr(large.Products, "weight", fixed_weight(weight), raising=False)
     case = Case(70, 200, (1,), kind)
     literal = everyday(torch.bfloat16)
     oracle.check_op(OP, literal, case.arguments, torch.float16, CPU, grads=False, seeds=(0,))
 
 
-def test_parts_of_sums_fill_the_device(large: Any) -> None:
-    x = torch.empty(1, 2048, 8192, dtype=torch.float16, device="meta")
-    with assume_device(dataclasses.replace(target_device("sm_90"), multiprocessors=132)):
-        products = large.Products(shape_of(x), 2048)
-        assert products.tiles in (136, 528)
-        one = products._split(128) * products.tiles
-        assert one / 132 > 0.9 * -(-one // 132)
-        assert products._split(4) == 1
+def test_products_are_whole_where_half_of_them_leave_the_device_idle(large: Any) -> None:
+    def weight(batch: int, rows: int) -> float:
+        x = torch.empty(batch, rows, rows, dtype=torch.float16, device="meta")
+        return large.Products(shape_of(x), rows).weight
+
+    default = large.SPACE_SYMMETRIC.configs[0]  # tiles of 128
+    device = dataclasses.replace(target_device("sm_90"), multiprocessors=132)
+    with assume_device(device), use_config(large.SPACE_SYMMETRIC, default):
+        assert weight(1, 4096) == pytest.approx(4 / (0.86 * 1024 / 132))
+        assert weight(64, 512) < 0.8
+        for batch, rows in ((1, 300), (1, 1024), (4, 1024), (1, 2048)):
+            assert weight(batch, rows) == 1.0
 
 
 # ---- scales, zero, strides ----------------------------------------------------------------------
