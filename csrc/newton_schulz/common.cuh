@@ -39,17 +39,7 @@ __device__ __forceinline__ void load_words(const T* matrix, int row, int col, in
   }
   const T* at = matrix + (long long)row * cols + col;
   if (whole) {
-    if constexpr (kWords == 4) {
-      const uint4 piece = __ldg(reinterpret_cast<const uint4*>(at));
-      words[0] = piece.x;
-      words[1] = piece.y;
-      words[2] = piece.z;
-      words[3] = piece.w;
-    } else {
-      const uint2 piece = __ldg(reinterpret_cast<const uint2*>(at));
-      words[0] = piece.x;
-      words[1] = piece.y;
-    }
+    load_global(at, words);
     return;
   }
 #pragma unroll

@@ -49,7 +49,7 @@ struct StackTiles {
 
   // A thread's i-th piece of eight numbers: its row and first column in memory, its address.
   struct Pieces {
-    int thread = fresh_thread();
+    int thread = fresh_thread() & (kThreads - 1);  // of which the compiler knows the size then
 
     __device__ __forceinline__ int row(int i) const {
       return (thread + i * kThreads) / (8 * kAcross);
@@ -63,6 +63,12 @@ struct StackTiles {
     }
   };
 
+  // Whether the matrix fills the tiles, so that its pieces lie one behind the other.
+  __device__ __forceinline__ static bool fills(int rows, int cols, bool whole) {
+    constexpr int kDown = kTall ? kColTiles : kRowTiles;
+    return whole && rows == 64 * kDown && cols == 64 * kAcross;
+  }
+
   // The matrix at `source` times scale/(its norm + eps), into tiles; returns its norm. kAnySize:
   // its square need not be a number that fp32 has. The barriers in the sum also part the new tiles
   // from what was done with the old ones.
@@ -74,7 +80,16 @@ struct StackTiles {
     constexpr int kAtOnce = kKeep ? kPieces : 4;
     const Pieces at;
     u32 pieces[kAtOnce][4];
+    const bool full = fills(rows, cols, whole);
     auto read = [&](int first) {
+      if (full) {
+        const T* const own = source + 8 * (at.thread + first * kThreads);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          load_global(own + 8 * i * kThreads, pieces[i]);
+        }
+        return;
+      }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         load_words<4>(source, at.row(first + i), at.col(first + i), rows, cols, whole, pieces[i]);
@@ -140,6 +155,7 @@ struct StackTiles {
   __device__ __forceinline__ void unload(u32 x, T* target, int rows, int cols, bool whole,
                                          float factor = 1.0f) const {
     const Pieces at;
+    const bool full = fills(rows, cols, whole);
 #pragma unroll 4
     for (int i = 0; i < kPieces; ++i) {
       u32 piece[4];
@@ -150,7 +166,11 @@ struct StackTiles {
         unpack<Compute>(piece[j], low, high);
         piece[j] = pack<T>(factor * low, factor * high);
       }
-      store_words<4>(target, at.row(i), at.col(i), rows, cols, whole, piece);
+      if (full) {
+        store_global(target + 8 * (at.thread + i * kThreads), piece);
+      } else {
+        store_words<4>(target, at.row(i), at.col(i), rows, cols, whole, piece);
+      }
     }
   }
 

@@ -12,4 +12,9 @@ void store_global(void* address, const u32 (&x)[kWords]) {
   std::memcpy(address, x, sizeof(x));
 }
 
+template <int kWords>
+void load_global(const void* address, u32 (&x)[kWords]) {
+  std::memcpy(x, address, sizeof(x));
+}
+
 }  // namespace fastweights
