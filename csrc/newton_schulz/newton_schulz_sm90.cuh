@@ -9,7 +9,7 @@ namespace fastweights {
 // Blocks of a multiprocessor that leave each other room.
 template <int kRowTiles, int kColTiles>
 constexpr int kForwardBlocks = kRowTiles == 2 ? (kColTiles == 2 ? 2 : 1)
-                                              : (kColTiles == 1   ? 7
+                                              : (kColTiles == 1   ? 6
                                                  : kColTiles == 2 ? 4
                                                                   : 3);
 template <int kRowTiles, int kColTiles>  // and of a block's sums

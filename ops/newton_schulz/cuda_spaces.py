@@ -169,7 +169,7 @@ SPACE_FWD = Space(
     configs=(
         *_configs("mma", 16, 16, 0, 8, 16),
         *_configs("mma", 32, 32, 0, 4, 8),
-        *_configs("wgmma", 64, 64, 0, 7, 5),
+        *_configs("wgmma", 64, 64, 0, 6, 5),
         *_configs("wgmma", 64, 128, 0, 4, 3),
         *_configs("wgmma", 64, 192, 3, 0, 2),
         *_configs("wgmma", 64, 256, 3, 0, 2),

@@ -13,6 +13,7 @@ forms the products whole. The form is the one that then multiplies less.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,12 @@ from .op import PACKAGE, NewtonSchulzShape
 
 OP = "newton_schulz"
 KERNEL = (f"{PACKAGE}.triton_symmetric", "symmetric_product")
-LEAST_ROWS = 257  # under it stacks stay on chip
+SUM_SQUARES = (f"{PACKAGE}.triton_normalise", "sum_squares")
+DIVIDE_BY_NORM = (f"{PACKAGE}.triton_normalise", "divide_by_norm")
+NORM_CONFIG = Config.make(4, 1)
+NORM_BLOCK = 2048
+MOST_PARTS = 512  # that a matrix is read in
+LEAST_ROWS = 129  # under it Triton keeps stacks on chip
 RESTART = 2  # steps that R lives through
 UNITS = 8  # columns of a row that starts on a multiple of 16 bytes
 
@@ -92,7 +98,7 @@ SPACE_SYMMETRIC: Space = Space(
     fits=_fits,
     bucket=_bucket,
     default=_default,
-    sources=KERNEL[:1],
+    sources=(KERNEL[0], SUM_SQUARES[0]),
 )
 
 
@@ -202,13 +208,35 @@ def gram_is_cheaper(rows: int, cols: int, steps: int, weight: float) -> bool:
     return gram < 0.9 * direct
 
 
+def normalised(shape: NewtonSchulzShape, wide: torch.Tensor) -> torch.Tensor:
+    """first_scale·x/(‖x‖ + eps) of matrices with rows ≤ cols, rows on units."""
+    batch, rows, cols = wide.shape
+    out = rows_on_units(batch, rows, cols, shape.compute_dtype, shape.device)
+    if not wide.is_contiguous():
+        norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        return torch.div(wide, (norm + shape.eps) / shape.first_scale, out=out)
+    size = rows * cols
+    parts = min(MOST_PARTS, -(-size // NORM_BLOCK))
+    each = -(-size // (parts * NORM_BLOCK)) * NORM_BLOCK
+    sums = empty((batch, parts), dtype=torch.float32, device=shape.device)
+    arguments: dict[str, Any] = {"x": wide, "sums": sums, "size": size}
+    counts = {"parts": parts, "each": each}
+    block = {"BLOCK": NORM_BLOCK}
+    launch = partial(runtime.launch, OP, device=shape.device, config=NORM_CONFIG)
+    programs = batch * parts
+    launch(SUM_SQUARES, programs, arguments=arguments | counts, constants=block)
+    arguments |= {"out": out, "cols": cols, "width": out.stride(1)} | counts
+    arguments |= {"eps": shape.eps, "scale": shape.first_scale}
+    constants = block | {"PARTS": MOST_PARTS}
+    launch(DIVIDE_BY_NORM, programs, arguments=arguments, constants=constants)
+    return out
+
+
 def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     """The orthogonalised matrices, contiguous."""
     wide = x.mT if shape.tall else x
-    batch, rows, cols = wide.shape
-    iterate = rows_on_units(batch, rows, cols, shape.compute_dtype, shape.device)
-    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    torch.div(wide, (norm + shape.eps) / shape.first_scale, out=iterate)
+    _, rows, cols = wide.shape
+    iterate = normalised(shape, wide)
     products = Products(shape, rows)
     if gram_is_cheaper(rows, cols, shape.steps, products.weight):
         iterate = _gram_form(shape, products, iterate)

@@ -194,10 +194,17 @@ def _cases(space: Space, config: Config, device: Device, quick: bool) -> list[Co
 
 
 def _large_cases(device: Device) -> list[CompileCase]:
-    """Symmetric products, of two operands alone and with a third."""
+    """Symmetric products, of two operands alone and with a third; and what brings x to norm one."""
     space = triton_large.SPACE_SYMMETRIC
     shape = _compile_shape(torch.bfloat16, 4096, 8192)
-    cases = []
+    with triton_runtime.record_launches() as sources:
+        triton_large.normalised(
+            shape, torch.empty((3, 4096, 8192), dtype=shape.dtype, device="meta")
+        )
+    cases = [
+        CompileCase(OP, "norm", triton_large.NORM_CONFIG, source, matrix="fma")
+        for source in sources
+    ]
     for config in space.configs:
         if space.fits(config, space.bucket(shape), device) is not None:
             continue

@@ -317,7 +317,10 @@ def test_supports() -> None:
     with assume_device(target_device("sm_90")):
         for size in ((2, 128, 128), (1 << 20, 1, 1), (3, 256, 128), (3, 16, 1000), (3, 64, 256)):
             assert reason(*size) is None
-        assert "shorter side of at most 128" in str(reason(2, 129, 200))
+        for size in ((2, 129, 200), (1, 256, 256), (3, 4096, 5000)):
+            assert reason(*size) is None
+            assert "no backward" in str(reason(*size, backward=True))
+        assert "in fp16" in str(reason(2, 129, 200, dtype=torch.float32))
         assert "cannot hold 128 × 512 (padded) 16-bit" in str(reason(2, 100, 300))
         assert "fp32" in str(reason(2, 64, 65, dtype=torch.float32))
         for size in ((2, 64, 64), (2, 256, 64), (2, 17, 100)):
