@@ -60,9 +60,10 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
     }
   }
 
-  // f[0]·I + f[1]·left + f[2]·left·right; right is a rows × rows matrix in tiles.
-  __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& left, u32 right,
-                                             Gram& out) const {
+  // left·right, right a rows × rows matrix in tiles, by column r of tiles to finish(r, sum).
+  template <typename Finish>
+  __device__ __forceinline__ void square_product(const Gram& left, u32 right,
+                                                 Finish&& finish) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       Accumulator sum = {};
@@ -70,12 +71,20 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
       for (int k = 0; k < kRowTiles; ++k) {
         multiply_add<Compute, Major::kAcross>(sum, left[k], gram_tile(right, k, r), lane);
       }
-      blend<Compute>(left[r], f[1], f[2], sum);
+      finish(r, sum);
+    }
+  }
+
+  // a·I + b·A + c·A², with A in registers and in tiles.
+  __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& gram, u32 a,
+                                             Gram& out) const {
+    square_product(gram, a, [&](int r, Accumulator& sum) {
+      blend<Compute>(gram[r], f[1], f[2], sum);
       if (kRowTiles == 1 || r == group) {
         diagonal.add(sum, f[0], warp);
       }
       round_to_left<Compute>(sum, out[r]);
-    }
+    });
   }
 
   // out += left·(column tile k of x).
@@ -213,7 +222,9 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
       __syncthreads();
       strips.store(g_tiles, grad);
       __syncthreads();
-      strips.polynomial({0.0f, 0.0f, 1.0f}, gram, g_tiles, mixed);
+      strips.square_product(gram, g_tiles, [&](int r, const Accumulator& sum) {
+        round_to_left<half>(sum, mixed[r]);
+      });
       __syncthreads();
       strips.store(g_tiles, mixed);
       __syncthreads();
