@@ -243,7 +243,8 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
 
 def _product(left: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
     """alpha·left·x + beta·x into rows on units."""
-    out = rows_on_units(*x.shape, x.dtype, x.device)
+    batch, rows, cols = x.shape
+    out = rows_on_units(batch, rows, cols, x.dtype, x.device)
     whole_product(left, x, x, out, beta=beta, alpha=alpha)
     return out
 
