@@ -127,7 +127,7 @@ def _small(
         inputs = family.inputs(small.case, generator)
         with alloc.poison():
             work = small.build(small.case, inputs)
-            got = _run(family, work)
+            got = _run(family, work, "bwd" in contender.modes)
         _add(comparison, family.whole(small, small.case, inputs, work, got))
     free_memory(device)
     return comparison
@@ -136,8 +136,8 @@ def _small(
 def _full(family: Family[Any, Any], contender: Contender, inputs: Any, work: Work) -> Comparison:
     comparison = Comparison(contender.case.torch_dtype, family.factor(contender))
     # A peer's backward is run, and compiled, only where it is timed.
-    backward = contender.ours or contender.case.modes != ("fwd",)
+    timed = contender.ours or contender.case.modes != ("fwd",)
     with alloc.poison():
-        got = _run(family, work, backward)
+        got = _run(family, work, timed and "bwd" in contender.modes)
     _add(comparison, family.part(contender, contender.case, inputs, work, got))
     return comparison

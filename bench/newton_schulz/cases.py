@@ -11,6 +11,7 @@ from ..cases import Case, Target
 
 PEERS = ("eager", "compiled", "matmul-floor")
 OURS = "newton_schulz"
+EPS = 1e-7  # added to the norm, the op's default
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,12 @@ def _gpu_cases() -> list[NewtonSchulzCase]:
         for n in (64, 128, 256, 512)
         for batch in (1, 8, 64)
     ]  # fmt: skip
-    return [*headline, converged, *crossover]
+    # Too wide for a second matrix of their size beside them.
+    wide = [
+        NewtonSchulzCase(_named(*size), ("extra",), *size, modes=("fwd",), targets=_ERRORS[:1])
+        for size in ((1024, 64, 1024), (1024, 128, 512))
+    ]
+    return [*headline, converged, *wide, *crossover]
 
 
 def _cpu_cases() -> list[NewtonSchulzCase]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ... import reference
 from ..family import Results
-from .cases import NewtonSchulzCase
+from .cases import EPS, NewtonSchulzCase
 from .ours import Inputs
-from .peers import EPS, eager
+from .peers import eager
 
 FACTOR = 1.2  # allowed error over that of eager torch, 16-bit dtypes
 SAMPLE = 8  # matrices of the full-size check

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...ops import newton_schulz
+from ...autotune.space import Device
+from ...ops import dispatch, newton_schulz
+from ...ops.newton_schulz.op import PACKAGE, newton_schulz_shape
+from ..cases import MODES
 from ..family import Contender, Work, explained
-from .cases import NewtonSchulzCase
+from .cases import EPS, NewtonSchulzCase
 
 
 @dataclass
@@ -50,6 +53,19 @@ def contenders(case: NewtonSchulzCase, backends: tuple[str, ...]) -> list[Conten
             )
 
         mark = "" if backend == backends[0] else f" [{backend}]"
-        return Contender(f"{case.op}{mark}", case, case.op, build, ours=True)
+        modes = tuple(m for m in MODES if m != "bwd" or _has_backward(case, backend))
+        return Contender(f"{case.op}{mark}", case, case.op, build, ours=True, modes=modes)
 
     return [builder(backend) for backend in backends]
+
+
+def _has_backward(case: NewtonSchulzCase, backend: str) -> bool:
+    """Whether a backend runs the backward of a case, as far as its forward can run here at all."""
+    if backend == "auto" or (case.device == "cuda" and not torch.cuda.is_available()):
+        return True
+    x = torch.empty(1, case.rows, case.cols, dtype=case.torch_dtype, device=case.device)
+    shape = newton_schulz_shape(case.op, x, case.steps, case.coefficients, EPS, None)
+    arch = Device.of(x.device).arch
+    if dispatch.refusal(PACKAGE, backend, shape, arch) is not None:
+        return True  # said by the forward
+    return dispatch.refusal(PACKAGE, backend, replace(shape, backward=True), arch) is None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..family import Contender, Work
-from .cases import NewtonSchulzCase
+from .cases import EPS, NewtonSchulzCase
 from .ours import Inputs
 
 NAMES = {
@@ -24,7 +24,6 @@ NAMES = {
     "compiled": "the same under torch.compile",
     "matmul-floor": "its matrix products alone, into outputs that exist",
 }
-EPS = 1e-7
 
 
 def eager(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:

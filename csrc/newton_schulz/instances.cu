@@ -4,6 +4,7 @@
 #include "newton_schulz_sm80.cuh"
 #include "newton_schulz_sm90.cuh"
 #include "newton_schulz_stack_sm80.cuh"
+#include "newton_schulz_wide_sm90.cuh"
 
 namespace fastweights {
 
@@ -27,10 +28,17 @@ namespace fastweights {
   STACK_TALL(kernel, type, false) \
   STACK_TALL(kernel, type, true)
 
+#define WIDE(type, tall)                         \
+  ADDRESS(newton_schulz_wide<1, 8, tall, type>)  \
+  ADDRESS(newton_schulz_wide<1, 16, tall, type>) \
+  ADDRESS(newton_schulz_wide<2, 8, tall, type>)
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // sm_90a, which alone has wgmma
 #define ARCHITECTURE(type)                         \
   STACK(newton_schulz, type)                       \
   STACK(newton_schulz_backward, type)              \
+  WIDE(type, false)                                \
+  WIDE(type, true)                                 \
   ADDRESS(newton_schulz_256<false, type>)          \
   ADDRESS(newton_schulz_256<true, type>)           \
   ADDRESS(newton_schulz_256_backward<false, type>) \

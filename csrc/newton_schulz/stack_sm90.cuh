@@ -21,7 +21,7 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
 
   Diagonal diagonal{lane};
 
-  __device__ __forceinline__ static void sync() { sync_anywhere<Base::kThreads>(); }
+  __device__ __forceinline__ static void sync() { sync_anywhere<Base::kThreads>(1); }
   // What this thread stored becomes an operand for all.
   __device__ __forceinline__ static void publish() {
     fence_async();

@@ -20,6 +20,7 @@ from .cuda_spaces import (
     TILE,
     WARP_SIDE,
     WARPS,
+    WIDEST,
     block_bytes,
     bucket,
     memory,
@@ -75,6 +76,9 @@ def _kernel(config: Config, shape: NewtonSchulzShape, pass_: str) -> Kernel:
     if config.matrix == "mma":
         name = f"newton_schulz_stack{suffix}<{tiles}>"
         return Kernel("newton_schulz/newton_schulz_stack_sm80.cuh", f"fastweights::{name}")
+    if cols > WIDEST:
+        name = f"newton_schulz_wide<{tiles}>"
+        return Kernel("newton_schulz/newton_schulz_wide_sm90.cuh", f"fastweights::{name}")
     if rows == 4 * TILE:
         name = f"newton_schulz_256{suffix}<{tall}, {number}>"
         return Kernel(f"newton_schulz/newton_schulz_256{suffix}_sm90.cuh", f"fastweights::{name}")

@@ -7,6 +7,8 @@ follows from them and from the matrix instruction:
     up to 128 × 256   mma     a block a matrix                    newton_schulz_stack_sm80.cuh
     up to 128 × 256   wgmma   the same on Hopper                  newton_schulz_sm90.cuh
     256²              wgmma   a block a matrix, A as a triangle   newton_schulz_256_sm90.cuh
+    64 × 1024,        wgmma   a block of four warpgroups a        newton_schulz_wide_sm90.cuh
+    128 × 512                 matrix, X in place; forward alone
 
 What is left to choose is EACH, blocks of a multiprocessor that take matrices in turn; 0: a block
 for each matrix.
@@ -26,6 +28,7 @@ TILE_BYTES = 2 * TILE * TILE
 SCRATCH_BYTES = 1024
 WARP_SIDE = 32  # of the largest matrix that a warp holds
 WARPS = 4  # of a block whose warps have a matrix each
+WIDEST = 4 * TILE  # columns of the instances whose warpgroups each own a row of tiles
 SYSTEM_BYTES = 1024  # of a block's shared memory, the system's
 
 
@@ -34,7 +37,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         rows: the shorter side, padded: to 16 or 32 if both sides are that short, else to tiles.
-        cols: the longer side, likewise.
+        cols: the longer side, likewise; beyond 256 to 512 or 1024.
     """
 
     rows: int
@@ -50,6 +53,8 @@ def bucket(shape: NewtonSchulzShape) -> Key:
     rows, cols = (-(-max(side, 1) // TILE) * TILE for side in (short, long))
     if rows > 2 * TILE:  # one instance holds all of these
         return Bucket(4 * TILE, max(4 * TILE, cols))
+    if WIDEST < cols <= 1024:
+        return Bucket(rows, 512 if cols <= 512 else 1024)
     return Bucket(rows, cols)
 
 
@@ -78,6 +83,9 @@ def memory(config: Config, pass_: str, steps: int, block_bytes: int) -> Memory:
         if backward:
             return Memory(SCRATCH_BYTES + 28 * TILE_BYTES, (steps + 1) * x)
         return Memory(SCRATCH_BYTES + x + down * (down + 1) // 2 * TILE_BYTES)
+    if cols > WIDEST:
+        parts = 4 // down
+        return Memory(SCRATCH_BYTES + x + gram + (parts - 1) * down**2 * 2 * TILE_BYTES)
     if not backward:
         return Memory(SCRATCH_BYTES + (x if config.matrix == "mma" else 2 * x) + gram)
     if config.matrix == "mma":
@@ -157,7 +165,14 @@ def _configs(
 
 SOURCES = tuple(
     f"newton_schulz/newton_schulz{name}.cuh"
-    for name in ("_sm80", "_stack_sm80", "_sm90", "_256_sm90", "_256_backward_sm90")
+    for name in (
+        "_sm80",
+        "_stack_sm80",
+        "_sm90",
+        "_256_sm90",
+        "_256_backward_sm90",
+        "_wide_sm90",
+    )  # fmt: skip
 )
 
 # EACH: as many as `__launch_bounds__` makes registers leave room for. Forward, a block for each
@@ -177,6 +192,9 @@ SPACE_FWD = Space(
         *_configs("wgmma", 128, 192, 0, 1),
         *_configs("wgmma", 128, 256, 0, 1),
         *_configs("wgmma", 256, 256, 1, 0),
+        *_configs("wgmma", 64, 512, 1, 0, warps=16),
+        *_configs("wgmma", 64, 1024, 1, 0, warps=16),
+        *_configs("wgmma", 128, 512, 1, 0, warps=16),
         *(
             config
             for rows in (64, 128)

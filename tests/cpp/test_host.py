@@ -41,7 +41,7 @@ def test_newton_schulz_on_the_host(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     kernels = {line.split("-")[0] for line in ran.stdout.splitlines()}
     assert kernels == {
-        "formula", "small", "tiles", "256", "stack",
+        "formula", "small", "tiles", "256", "wide", "stack",
         "small_backward", "tiles_backward", "256_backward", "stack_backward",
     }  # fmt: skip
 
@@ -63,6 +63,8 @@ INSTANCES = (
     ("stack_sm80", "newton_schulz_stack_backward<2, 4, true, fastweights::half>", "sm_80", 0),
     ("sm90", "newton_schulz_backward<2, 3, true, fastweights::half>", "sm_90a", 0),
     ("sm90", "newton_schulz_backward<2, 4, false, fastweights::half>", "sm_90a", 0),
+    ("wide_sm90", "newton_schulz_wide<1, 16, true, fastweights::half>", "sm_90a", 0),
+    ("wide_sm90", "newton_schulz_wide<2, 8, false, fastweights::bfloat16>", "sm_90a", 0),
     ("256_sm90", "newton_schulz_256<false, fastweights::bfloat16>", "sm_90a", 240),
     # Addresses that a loop needs wait there; no accumulator does.
     ("256_backward_sm90", "newton_schulz_256_backward<false, fastweights::half>", "sm_90a", 64),

@@ -69,6 +69,20 @@ def test_which_kernel(size: tuple[int, ...], target: str, names: tuple[str, str]
             assert (cuda_runtime.CSRC / source.file).is_file()
 
 
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [((9, 64, 257), "wide<1, 8, false"), ((9, 1024, 7), "wide<1, 16, true"),
+     ((9, 65, 512), "wide<2, 8, false")],
+    ids=str,
+)  # fmt: skip
+def test_which_kernel_serves_wide_ones(size: tuple[int, ...], name: str) -> None:
+    with assume_device(target_device("sm_90")):
+        (source,) = launched(stack(*size), "fwd")
+    assert name in source.name
+    assert source.threads == 512
+    assert source.shared <= ARCHITECTURES["sm_90"].block_shared
+
+
 @pytest.mark.parametrize("size", [(0, 64, 64), (3, 0, 9), (3, 9, 0)], ids=str)
 def test_nothing_to_launch(size: tuple[int, ...]) -> None:
     with assume_device(target_device("sm_90")):
@@ -87,7 +101,11 @@ def test_supports() -> None:
                 for x in (stack(2, side, other), stack(2, other, side)):
                     assert reason(x) == reason(x, backward=True) == "None"
         assert "padded to 256 × 320" in reason(stack(2, 200, 300))
-        assert "padded to 64 × 320" in reason(stack(2, 8, 300))
+        for size in ((8, 300), (600, 64), (64, 1024), (100, 512)):
+            assert reason(stack(2, *size)) == "None"
+            assert "no backward kernel" in reason(stack(2, *size), backward=True)
+        assert "padded to 128 × 1024" in reason(stack(2, 100, 700))
+        assert "padded to 64 × 1088" in reason(stack(2, 8, 1025))
         assert "fp16" in reason(stack(2, 64, 64, dtype=torch.float32))
         assert "fp16" in reason(stack(2, 64, 64), compute_dtype=torch.float32)
         own = {"coefficients": [(2.0, -1.5, 0.5)]}

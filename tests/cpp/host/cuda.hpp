@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -42,13 +44,25 @@ template <typename T>
 inline T __ldg(const T* at) {
   return *at;
 }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 inline int min(int a, int b) {
   return a < b ? a : b;
 }
 
-// Barriers of the block, of its warpgroups and of its warps.
+// Barriers of the block, of its warpgroups and of its warps, and those that have a number.
 struct Barriers {
   pthread_barrier_t block, group[8], warp[32];
+  std::mutex mutex;
+  std::map<int, pthread_barrier_t> by_number;
 
   explicit Barriers(int threads) {
     pthread_barrier_init(&block, nullptr, threads);
@@ -58,6 +72,15 @@ struct Barriers {
     for (auto& barrier : warp) {
       pthread_barrier_init(&barrier, nullptr, 32);
     }
+  }
+
+  pthread_barrier_t* numbered(int id, int threads) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto [at, is_new] = by_number.try_emplace(id);
+    if (is_new) {
+      pthread_barrier_init(&at->second, nullptr, threads);
+    }
+    return &at->second;
   }
 };
 inline Barriers* barriers;

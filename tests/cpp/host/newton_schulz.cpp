@@ -9,6 +9,7 @@
 #include <newton_schulz/newton_schulz_sm80.cuh>
 #include <newton_schulz/newton_schulz_sm90.cuh>
 #include <newton_schulz/newton_schulz_stack_sm80.cuh>
+#include <newton_schulz/newton_schulz_wide_sm90.cuh>
 
 using namespace fastweights;
 using Matrix = std::vector<double>;
@@ -222,6 +223,10 @@ template <bool kTall, typename T>
 static void whole(int rows, int cols) {
   forward<T>("256", 1, rows, cols, 512, 8, newton_schulz_256<kTall, T>);
 }
+template <int kRowTiles, int kColTiles, bool kTall, typename T>
+static void wide(int count, int rows, int cols) {
+  forward<T>("wide", count, rows, cols, 512, 8, newton_schulz_wide<kRowTiles, kColTiles, kTall, T>);
+}
 template <int kTiles, typename T>
 static void small(int rows, int cols) {
   forward<T>("small", 6, rows, cols, 128, 4 * kTiles, newton_schulz_small<kTiles, T>);
@@ -339,6 +344,11 @@ int main() {
   whole<false, half>(256, 256);
   whole<false, bfloat16>(130, 250);
   whole<true, half>(256, 140);
+  wide<1, 8, false, half>(2, 64, 512);
+  wide<1, 8, true, bfloat16>(1, 270, 33);
+  wide<1, 16, false, half>(1, 40, 1001);
+  wide<2, 8, false, bfloat16>(1, 128, 512);
+  wide<2, 8, true, half>(1, 300, 100);
   formula(19, 30);
   formula(30, 19);
   tiles_backward<1, 1, false, half>(2, 48, 64, 5);

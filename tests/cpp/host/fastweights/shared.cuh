@@ -31,8 +31,8 @@ inline void load_shared(u32 address, u32 (&x)[4]) {
   std::memcpy(x, memory + address, 16);
 }
 template <int kThreads>
-void sync_anywhere() {
-  __syncthreads();
+void sync_anywhere(int id) {
+  pthread_barrier_wait(barriers->numbered(id, kThreads));
 }
 inline int fresh_thread() {
   return threadIdx.x;
