@@ -164,15 +164,8 @@ def _configs(
 
 
 SOURCES = tuple(
-    f"newton_schulz/newton_schulz{name}.cuh"
-    for name in (
-        "_sm80",
-        "_stack_sm80",
-        "_sm90",
-        "_256_sm90",
-        "_256_backward_sm90",
-        "_wide_sm90",
-    )  # fmt: skip
+    f"newton_schulz/newton_schulz_{name}.cuh"
+    for name in ["sm80", "stack_sm80", "sm90", "256_sm90", "256_backward_sm90", "wide_sm90"]
 )
 
 # EACH: as many as `__launch_bounds__` makes registers leave room for. Forward, a block for each
