@@ -76,7 +76,7 @@ struct StackTiles {
   __device__ __forceinline__ float load(u32 x, const T* source, int rows, int cols, bool whole,
                                         float scale, float eps, float* scratch) const {
     // A large one is read anew each time: it would not stay in registers.
-    constexpr bool kKeep = kPieces <= 16;
+    constexpr bool kKeep = kPieces <= (kThreads < 512 ? 16 : 8);
     constexpr int kAtOnce = kKeep ? kPieces : 4;
     const Pieces at;
     u32 pieces[kAtOnce][4];

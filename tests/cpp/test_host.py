@@ -65,7 +65,7 @@ INSTANCES = (
     ("sm90", "newton_schulz_backward<2, 4, false, fastweights::half>", "sm_90a", 0),
     ("wide_sm90", "newton_schulz_wide<1, 16, true, fastweights::half>", "sm_90a", 0),
     ("wide_sm90", "newton_schulz_wide<2, 8, false, fastweights::bfloat16>", "sm_90a", 0),
-    ("256_sm90", "newton_schulz_256<false, fastweights::bfloat16>", "sm_90a", 240),
+    ("256_sm90", "newton_schulz_256<false, fastweights::bfloat16>", "sm_90a", 120),
     # Addresses that a loop needs wait there; no accumulator does.
     ("256_backward_sm90", "newton_schulz_256_backward<false, fastweights::half>", "sm_90a", 64),
     ("256_backward_sm90", "newton_schulz_256_backward<true, fastweights::bfloat16>", "sm_90a", 64),
