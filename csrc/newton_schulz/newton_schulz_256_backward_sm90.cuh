@@ -126,8 +126,9 @@ struct BackwardPart {
     }
   }
 
-  // a·I + b·M + c·(sum of products), in place of the triangle M; all threads are through with it.
-  __device__ __forceinline__ void mix_into(u32 triangle, float a, float b, float c,
+  // f[0]·I + f[1]·M + f[2]·(sum of products), in place of the triangle M; all threads are through
+  // with it.
+  __device__ __forceinline__ void mix_into(u32 triangle, const float (&f)[3],
                                            Accumulator (&sum)[kTiles]) const {
     const u32 base = fresh(triangle);
     repeat<kTiles>([&](auto i_) {
@@ -135,11 +136,7 @@ struct BackwardPart {
       const u32 tile = base + Triangle::offset(row(i), col(i));
       Left own;
       load_left<false>(tile, own, stack.warp, stack.lane);
-      blend<half>(own, b, c, sum[i]);
-      if constexpr (row(i) == col(i)) {
-        stack.diagonal.add(sum[i], a, stack.warp);
-      }
-      round_to_left<half>(sum[i], own);
+      round_polynomial<half>(f, own, sum[i], row(i) == col(i), stack.diagonal, stack.warp, own);
       store_left<false>(tile, own, stack.warp, stack.lane);
     });
   }
@@ -158,7 +155,7 @@ struct BackwardPart {
     });
     wgmma_wait<0>(sum);
     S::sync();  // all are through with S
-    mix_into(s, 0.0f, b, c, sum);
+    mix_into(s, {0.0f, b, c}, sum);
   }
 
   // B, with a·I, over A.
@@ -174,7 +171,7 @@ struct BackwardPart {
     });
     wgmma_wait<0>(sum);
     S::sync();  // all are through with A
-    mix_into(a, f[0], f[1], f[2], sum);
+    mix_into(a, f, sum);
     S::publish();
   }
 

@@ -108,11 +108,7 @@ struct Part {
       constexpr int i = decltype(i_)::value;
       Accumulator sum[1];
       square<i>(a, sum);
-      blend<half>(tiles[i], f[1], f[2], sum[0]);
-      if constexpr (row(i) == col(i)) {
-        diagonal.add(sum[0], f[0], warp);
-      }
-      round_to_left<half>(sum[0], tiles[i]);
+      round_polynomial<half>(f, tiles[i], sum[0], row(i) == col(i), diagonal, warp, tiles[i]);
     });
     S::sync();  // all are through with A
     store(a, tiles);

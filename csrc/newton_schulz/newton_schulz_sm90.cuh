@@ -154,40 +154,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kBackwardBlocks<kRowTiles, kC
       S::publish();
     }
 
-    // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
-    const typename S::Pieces at;
-    float along = 0.0f;
-#pragma unroll 2
-    for (int i = 0; i < S::kPieces; ++i) {
-      u32 grads[4], values[4];
-      load_shared(at.address(d_tiles, i), grads);
-      load_shared(at.address(iterates, i), values);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float g0, g1, v0, v1;
-        unpack<half>(grads[j], g0, g1);
-        unpack<half>(values[j], v0, v1);
-        along += g0 * v0 + g1 * v1;
-      }
-    }
-    along = S::block_sum(along, scratch);
-    const float unscaled = upstream / kScale;
-    const float p = norm == 0.0f ? 0.0f : unscaled / (norm + eps);
-    const float q = norm == 0.0f ? 0.0f : -unscaled * along / norm;
-#pragma unroll 2
-    for (int i = 0; i < S::kPieces; ++i) {
-      u32 grads[4], values[4];
-      load_shared(at.address(d_tiles, i), grads);
-      load_shared(at.address(iterates, i), values);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float g0, g1, v0, v1;
-        unpack<half>(grads[j], g0, g1);
-        unpack<half>(values[j], v0, v1);
-        grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
-      }
-      store_words<4>(dx + offset, at.row(i), at.col(i), rows, cols, whole, grads);
-    }
+    stack.unload_gradient(d_tiles, iterates, dx + offset, rows, cols, whole, upstream / kScale,
+                          norm, eps, scratch);
   }
 }
 

@@ -79,11 +79,8 @@ struct Strips : StackTiles<kRowTiles, kColTiles, kTall> {
   __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& gram, u32 a,
                                              Gram& out) const {
     square_product(gram, a, [&](int r, Accumulator& sum) {
-      blend<Compute>(gram[r], f[1], f[2], sum);
-      if (kRowTiles == 1 || r == group) {
-        diagonal.add(sum, f[0], warp);
-      }
-      round_to_left<Compute>(sum, out[r]);
+      round_polynomial<Compute>(f, gram[r], sum, kRowTiles == 1 || r == group, diagonal, warp,
+                                out[r]);
     });
   }
 
@@ -236,40 +233,8 @@ __global__ void __launch_bounds__(128 * kRowTiles, kRowTiles == 1 ? 3 : 1)
       strips.template update<true>(d_tiles, polynomial, mixed, x_tiles);
     }
 
-    // Through x/(‖x‖ + ε): dx = dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖.
-    const typename S::Pieces at;
-    float along = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < S::kPieces; ++i) {
-      u32 grads[4], values[4];
-      load_shared(at.address(d_tiles, i), grads);
-      load_shared(at.address(x_tiles, i), values);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float g0, g1, v0, v1;
-        unpack<half>(grads[j], g0, g1);
-        unpack<half>(values[j], v0, v1);
-        along += g0 * v0 + g1 * v1;
-      }
-    }
-    along = S::block_sum(along, scratch);
-    const float unscaled = upstream / kScale;
-    const float p = norm == 0.0f ? 0.0f : unscaled / (norm + eps);
-    const float q = norm == 0.0f ? 0.0f : -unscaled * along / norm;
-#pragma unroll 1
-    for (int i = 0; i < S::kPieces; ++i) {
-      u32 grads[4], values[4];
-      load_shared(at.address(d_tiles, i), grads);
-      load_shared(at.address(x_tiles, i), values);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float g0, g1, v0, v1;
-        unpack<half>(grads[j], g0, g1);
-        unpack<half>(values[j], v0, v1);
-        grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
-      }
-      store_words<4>(dx + offset, at.row(i), at.col(i), rows, cols, whole, grads);
-    }
+    strips.unload_gradient(d_tiles, x_tiles, dx + offset, rows, cols, whole, upstream / kScale,
+                           norm, eps, scratch);
   }
 }
 

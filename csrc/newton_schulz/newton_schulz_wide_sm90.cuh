@@ -110,11 +110,8 @@ struct Wide : StackTiles<kRowTiles, kColTiles, kTall, 4> {
       }
       wgmma_commit();
       wgmma_wait<0>(sum);
-      blend<Compute>(gram[r], f[1], f[2], sum);
-      if (kRowTiles == 1 || r == row) {
-        diagonal.add(sum, f[0], warp);
-      }
-      round_to_left<Compute>(sum, out[r]);
+      round_polynomial<Compute>(f, gram[r], sum, kRowTiles == 1 || r == row, diagonal, warp,
+                                out[r]);
     }
   }
 

@@ -15,6 +15,18 @@ namespace fastweights {
 
 constexpr int kScratchBytes = 1024;  // for sums over the block; tiles start on a multiple of it
 
+// out ← b·A + c·sum, and a·I where the tile lies on the diagonal, by way of `sum`.
+template <typename T>
+__device__ __forceinline__ void round_polynomial(const float (&f)[3], const Left& gram,
+                                                 Accumulator& sum, bool on_diagonal,
+                                                 const Diagonal& diagonal, int warp, Left& out) {
+  blend<T>(gram, f[1], f[2], sum);
+  if (on_diagonal) {
+    diagonal.add(sum, f[0], warp);
+  }
+  round_to_left<T>(sum, out);
+}
+
 template <int kRowTiles, int kColTiles, bool kTall, int kGroups = kRowTiles>
 struct StackTiles {
   using Compute = half;
@@ -171,6 +183,45 @@ struct StackTiles {
       } else {
         store_words<4>(target, at.row(i), at.col(i), rows, cols, whole, piece);
       }
+    }
+  }
+
+  // dX/(‖x‖ + ε) − X·⟨dX, X⟩/‖x‖ times `factor` to memory: the gradient through x/(‖x‖ + ε).
+  template <typename T>
+  __device__ __forceinline__ void unload_gradient(u32 d, u32 x, T* target, int rows, int cols,
+                                                  bool whole, float factor, float norm, float eps,
+                                                  float* scratch) const {
+    const Pieces at;
+    float along = 0.0f;
+#pragma unroll 2
+    for (int i = 0; i < kPieces; ++i) {
+      u32 grads[4], values[4];
+      load_shared(at.address(d, i), grads);
+      load_shared(at.address(x, i), values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float g0, g1, v0, v1;
+        unpack<Compute>(grads[j], g0, g1);
+        unpack<Compute>(values[j], v0, v1);
+        along += g0 * v0 + g1 * v1;
+      }
+    }
+    along = block_sum(along, scratch);
+    const float p = norm == 0.0f ? 0.0f : factor / (norm + eps);
+    const float q = norm == 0.0f ? 0.0f : -factor * along / norm;
+#pragma unroll 2
+    for (int i = 0; i < kPieces; ++i) {
+      u32 grads[4], values[4];
+      load_shared(at.address(d, i), grads);
+      load_shared(at.address(x, i), values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float g0, g1, v0, v1;
+        unpack<Compute>(grads[j], g0, g1);
+        unpack<Compute>(values[j], v0, v1);
+        grads[j] = pack<T>(p * g0 + q * v0, p * g1 + q * v1);
+      }
+      store_words<4>(target, at.row(i), at.col(i), rows, cols, whole, grads);
     }
   }
 

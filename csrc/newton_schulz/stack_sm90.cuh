@@ -102,11 +102,8 @@ struct Stack : StackTiles<kRowTiles, kColTiles, kTall, kGroups> {
   __device__ __forceinline__ void polynomial(const float (&f)[3], const Gram& gram, u32 a,
                                              Gram& out) const {
     square_product(gram, a, [&](int r, Accumulator& sum) {
-      blend<Compute>(gram[r], f[1], f[2], sum);
-      if (kRowTiles == 1 || r == group) {
-        diagonal.add(sum, f[0], warp);
-      }
-      round_to_left<Compute>(sum, out[r]);
+      round_polynomial<Compute>(f, gram[r], sum, kRowTiles == 1 || r == group, diagonal, warp,
+                                out[r]);
     });
   }
 
