@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,3 +232,33 @@ def check_packed(
         assert not x[:, rest][~x[:, rest].isinf()].any(), f"padding of {name} is not 0"
     for name in tokens:
         assert not packed_grads[f"d {name}"][:, rest].any(), f"padding of d {name} is not 0"
+
+
+def captured(
+    step: Callable[[], tuple[torch.Tensor, ...]], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    """A CUDA graph of a step, warmed up on a stream of its own, and what each replay writes."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    return graph, outputs
+
+
+def run_uninterpreted(code: str) -> list[str]:
+    """Lines that a program prints in a process without the interpreter; it may import helpers."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = f"import sys\nsys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}  # and no TRITON_INTERPRET
+    ran = subprocess.run(
+        [sys.executable, "-c", paths + textwrap.dedent(code)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout, ran.stderr
+    return ran.stdout.splitlines()

@@ -6,11 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import subprocess
-import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -469,16 +465,8 @@ SIGNATURES = """
 
 def test_forty_sizes_and_schedules_compile_once() -> None:
     """One signature a kernel and layout whatever the sizes, steps, coefficients and strides."""
-    tests = Path(__file__).resolve().parents[1]
-    code = f"import sys\nsys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}  # and no TRITON_INTERPRET
-    ran = subprocess.run(
-        [sys.executable, "-c", code + textwrap.dedent(SIGNATURES)],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert len(lines) == 4, ran.stderr
+    lines = contracts.run_uninterpreted(SIGNATURES)
+    assert len(lines) == 4
     for line in lines:
         name, _, counts = line.partition(" ")
         assert json.loads(counts) == {"newton_schulz_fwd": 1, "newton_schulz_bwd": 1}, name

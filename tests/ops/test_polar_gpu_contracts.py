@@ -80,15 +80,7 @@ def test_cuda_graph_replays(case: Case, device: torch.device) -> None:
         return (direction, count, *torch.autograd.grad(outputs, tensors, grads))
 
     with contracts.deterministic():
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = contracts.captured(step, device)
         for seed in range(10):
             fresh = case.arguments(seed, BF16, device)
             with torch.no_grad():
