@@ -15,6 +15,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def _clock_round(
         start = clock()
         calls[name]()
         elapsed = (clock() - start) * 1e3
-        readers[name] = lambda elapsed=elapsed: elapsed  # type: ignore[misc]
+        readers[name] = partial(float, elapsed)
     return readers
 
 

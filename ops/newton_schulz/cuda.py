@@ -30,7 +30,7 @@ from .op import NewtonSchulzShape
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports", "yields"]
 
-LEAST_OF_256 = 4  # matrices of more than 128 rows under which torch is faster
+LEAST_OF_256 = 4  # matrices of more than 128 rows: of one torch is faster on an H200, not of 8
 MAX_STEPS = 16  # as in csrc/newton_schulz/common.cuh
 UPSTREAM = 0.125  # norm that backward brings the upstream gradient to, kScale there
 LARGEST = 2.0**15  # that a gradient in fp16 may grow to on its way, half of what fp16 holds

@@ -101,8 +101,8 @@ class Products:
         self.block = self.config["BLOCK"]
         across = -(-rows // self.block)
         self.tiles = across * (across + 1) // 2
-        # Measured on an H200. Two blocks of a multiprocessor take 1.6 times as long as one, and one
-        # of 64 rows half as long as one of 128; for the same tiles torch takes 0.86 of our time.
+        # Fitted to single products on an H200: two blocks of a multiprocessor take 1.6 times as
+        # long as one, one of 64 rows half as long as one of 128, torch 0.86 of our time a tile.
         at_once = Device.of(self.device).multiprocessors
         waves = -(-self.batch * self.tiles // at_once)
         whole = self.batch * (rows / 128) ** 2 / at_once
