@@ -11,7 +11,7 @@ import torch
 from fastweights.autotune import use_config
 from fastweights.autotune.compile import ARCHITECTURES, target_device
 from fastweights.autotune.space import Device, assume_device
-from fastweights.ops import cuda_runtime
+from fastweights.ops import cuda_runtime, explain, newton_schulz
 from fastweights.ops.newton_schulz import cuda as backend
 from fastweights.ops.newton_schulz import cuda_spaces
 from fastweights.ops.newton_schulz.coefficients import SETS, schedule
@@ -179,6 +179,14 @@ def test_scaled_coefficients_are_the_same_iteration(name: str) -> None:
 def test_coefficients_that_cannot_be_scaled_stay(c: float) -> None:
     plain = (1.5, -0.5, c, 2.0, -1.5, 0.5)
     assert backend.scaled(plain) == (1.0, plain)
+
+
+@needs_compiler
+def test_explain_says_why_auto_went_past() -> None:
+    with assume_device(target_device("sm_90")):
+        said = explain(newton_schulz, stack(1, 200, 256))
+    assert said.backend == "triton"
+    assert "slower for fewer than" in said.refused["cuda"]
 
 
 def test_what_is_left_to_others() -> None:
