@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +139,17 @@ def test_arch() -> None:
     assert [cuda_runtime.arch_flag(x) for x in (80, 89, 90, 100)] == [
         "sm_80", "sm_89", "sm_90a", "sm_100a",
     ]  # fmt: skip
+
+
+def test_arguments_are_held_as_the_kernel_reads_them() -> None:
+    """Tensors by address, NumPy scalars and structs by value, each in the bytes of its C++ type."""
+    x = torch.ones(3)
+    struct = np.frombuffer(np.arange(6, dtype=np.float32).tobytes(), dtype="V24")[0]
+    values = (x, np.int32(-7), np.int64(1 << 40), np.float32(0.25), struct)
+    held = [bytes(cuda_runtime._held(value)) for value in values]
+    assert int.from_bytes(held[0], "little") == x.data_ptr()
+    assert held[1:] == [value.tobytes() for value in values[1:]]
+    assert [len(content) for content in held] == [8, 4, 8, 4, 24]
 
 
 def test_an_empty_grid_launches_nothing() -> None:
