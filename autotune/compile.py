@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import sass
+from . import ptx, sass
 from .space import Config, Device
 from .supervise import end_with
 
@@ -186,6 +186,7 @@ class Report:
         matrix: "wgmma", "tcgen05" (Blackwell), "mma", or "fma" where there is none of them.
         serial: True if somewhere each wgmma is waited for before the next one starts.
         unset: wgmma whose matrix descriptor a path through the kernel leaves unset.
+        shared_barriers: places in shared memory that hold a barrier and, too, data.
         blocks_per_sm: blocks that fit on one multiprocessor at a time.
         seconds: time taken; short where Triton's own cache holds the result.
         error: None, or why it did not compile (the numbers are 0 then).
@@ -197,6 +198,7 @@ class Report:
     matrix: str = "fma"
     serial: bool = False
     unset: int = 0
+    shared_barriers: int = 0
     blocks_per_sm: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -229,7 +231,16 @@ def _compile_cuda(source: CudaSource, name: str) -> Report:
     blocks = ARCHITECTURES[name].resident(registers, source.shared, source.threads // 32)
     matrix = next((m for word, m in _SASS_MATRIX if re.search(rf"\b{word}\b", code)), "fma")
     serial, unset = sass.serial_wgmma(code), len(sass.unset_descriptors(code))
-    return Report(registers, stack, source.shared, matrix, serial, unset, blocks, seconds)
+    return Report(
+        registers,
+        stack,
+        source.shared,
+        matrix,
+        serial,
+        unset,
+        blocks_per_sm=blocks,
+        seconds=seconds,
+    )
 
 
 _SASS_MATRIX = (("HGMMA", "wgmma"), ("HMMA", "mma"))
@@ -274,9 +285,10 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
     seconds = time.perf_counter() - start
     shared = compiled.metadata.shared
     blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
-    matrix = _matrix(compiled.asm["ptx"])
+    matrix = ptx.matrix_instruction(compiled.asm["ptx"])
     serial, unset = sass.serial_wgmma(code), len(sass.unset_descriptors(code))
-    return Report(registers, stack, shared, matrix, serial, unset, blocks, seconds)
+    barriers = len(ptx.shared_barriers(compiled.asm["ptx"]))
+    return Report(registers, stack, shared, matrix, serial, unset, barriers, blocks, seconds)
 
 
 def _source_type(kernel: Any) -> Any:
@@ -322,17 +334,6 @@ def _disassembled(cubin: bytes) -> tuple[int, int, str]:
     return int(registers[1]), int(stack[1]), code
 
 
-def _matrix(ptx: str) -> str:
-    for instruction, name in (
-        ("wgmma.mma_async", "wgmma"),
-        ("tcgen05.mma", "tcgen05"),
-        ("mma.sync", "mma"),
-    ):
-        if instruction in ptx:
-            return name
-    return "fma"
-
-
 def expected_matrix(matrix: str, target: str) -> str:
     """What a config's `matrix` becomes on a target: wgmma exists on Hopper alone."""
     if matrix != "wgmma":
@@ -358,6 +359,8 @@ def problem(case: CompileCase, report: Report, target: str, max_stack: int = 0) 
             return "its wgmma run one by one"
     if report.unset:
         return f"{report.unset} wgmma read a descriptor that a path leaves unset"
+    if report.shared_barriers:
+        return f"{report.shared_barriers} barriers in shared memory that holds data, too"
     return None
 
 

@@ -387,6 +387,8 @@ def _unusable(report: Report, limit: int) -> str | None:
         return f"needs {report.shared_bytes} bytes of shared memory, a block has {limit}"
     if report.unset:
         return f"has {report.unset} wgmma whose descriptor a path leaves unset"
+    if report.shared_barriers:
+        return f"has {report.shared_barriers} barriers in shared memory that holds data, too"
     return None
 
 

@@ -39,6 +39,17 @@ def new_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def hold(barrier):
+    """Keep the words of a barrier for it alone up to here, in variants too that do not use it.
+
+    Words of a barrier must not serve as data before it is invalidated (PTX ISA, mbarrier). Seen on
+    Hopper: data there does not outlive the turn that another process gets on the GPU. Triton gives
+    the words of a barrier that nothing uses to the scratch of other instructions.
+    """
+    mbarrier.invalidate(barrier)
+
+
+@gluon.jit
 def new_turns(counter):
     """What `draw` and `take` share. A program's first tile has its own number; later ones are drawn
     from `counter`, which starts at 0, so that programs of few or short steps serve more of them.

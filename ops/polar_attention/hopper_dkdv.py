@@ -45,6 +45,7 @@ from .hopper_common import (
     ROWS,
     draw,
     hide,
+    hold,
     new_barriers,
     new_turns,
     opaque,
@@ -339,3 +340,4 @@ def attention_bwd_dkdv(
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
+    hold(done)

@@ -31,6 +31,7 @@ from .hopper_common import (
     clear_rows,
     draw,
     hide,
+    hold,
     new_barriers,
     new_turns,
     opaque,
@@ -346,3 +347,4 @@ def attention_bwd_dq(
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
+    hold(copied)

@@ -38,6 +38,7 @@ from .hopper_common import (
     clear_rows,
     draw,
     hide,
+    hold,
     new_barriers,
     new_turns,
     place_rows,
@@ -528,3 +529,4 @@ def attention_fwd(
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
+    hold(copied)

@@ -180,6 +180,7 @@ def test_problem_passes_a_good_report():
         (changed(matrix="mma"), "sm_90", "uses mma, the config states wgmma"),
         (changed(stack_bytes=8), "sm_90", "8 bytes of stack, allowed 0"),
         (changed(serial=True), "sm_90", "its wgmma run one by one"),
+        (changed(shared_barriers=1), "sm_90", "1 barriers in shared memory that holds data, too"),
         (changed(unset=2), "sm_90", "2 wgmma read a descriptor that a path leaves unset"),
         (changed(shared_bytes=228 << 10), "sm_90", "bytes of shared memory"),
         (changed(shared_bytes=100 << 10, matrix="mma"), "sm_89", "bytes of shared memory"),
