@@ -26,6 +26,7 @@ from .triton_spaces import (
     SPACE_FWD,
     Bucket,
     bucket,
+    factor_precision,
     precision,
     refusal,
 )
@@ -126,7 +127,7 @@ def _factor(shape: NewtonSchulzShape, stacks: list[torch.Tensor]) -> torch.Tenso
     if backward:
         size = (programs, shape.steps, 2, rows, rows)
         arguments["scratch"] = empty(size, dtype=torch.float32, device=shape.device)
-    constants = {"PRECISION": precision(shape), "R": rows}
+    constants = {"PRECISION": factor_precision(shape), "R": rows}
     kernel = (FACTOR_KERNELS, "gram_factor_bwd" if backward else "gram_factor_fwd")
     runtime.launch(
         "gram_newton_schulz_factor", kernel, programs, shape.device, config, arguments, constants

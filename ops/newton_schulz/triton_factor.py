@@ -10,6 +10,10 @@ them in a scratch; with Q' and R' after a step it walks back through
     dZ = Q dQ' + dR'·ZR + ZR·dR'    dR = Z dR' Z + b dZ + c (R dZ + dZ R)    dQ = dQ' Z
 
 The last R' is not used, so there dR' = 0; the first Q is the identity. Formulas are `eager.py`'s.
+
+PRECISION is that of `tl.dot`, or "stepwise": six products of bf16 parts as in bf16x6, those of the
+leading parts in a sum of their own for every 16. So many a tensor core of Hopper sums at a time; it
+drops what is below the last bit of its sum, so that a longer one falls behind one that rounds.
 """
 
 import triton
@@ -18,9 +22,45 @@ import triton.language as tl
 RUNTIME = ("batch", "n", "steps", "eps")
 
 
+STEP = tl.constexpr(16)  # products that a tensor core sums at a time
+
+
+@triton.jit
+def _parts(x):
+    """A tile in three tiles of bf16 that add up to it."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _sums(left, right, total):
+    """total + left · right of bf16 tiles, each STEP of the depth in a sum of its own."""
+    rows: tl.constexpr = left.shape[0]
+    half: tl.constexpr = left.shape[1] // 2
+    if half < STEP:
+        return total + tl.dot(left, right)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(left, (rows, 2, half)), (0, 2, 1)))
+        columns: tl.constexpr = right.shape[1]
+        upper, lower = tl.split(tl.permute(tl.reshape(right, (2, half, columns)), (1, 2, 0)))
+        return _sums(second, lower, _sums(first, upper, total))
+
+
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr):
-    return tl.dot(left, right, input_precision=PRECISION)
+    if PRECISION == "stepwise":
+        high, middle, low = _parts(left)
+        other, beside, below = _parts(right)
+        small = tl.dot(high, below)
+        small = tl.dot(low, other, small)
+        small = tl.dot(middle, beside, small)
+        small = tl.dot(high, beside, small)
+        small = tl.dot(middle, other, small)
+        return _sums(high, other, small)
+    else:
+        return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit

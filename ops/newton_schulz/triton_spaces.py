@@ -208,3 +208,9 @@ def precision(shape: NewtonSchulzShape) -> str:
     if shape.compute_dtype != torch.float32 or shape.device.type == "cpu":
         return "ieee"  # the interpreter is exact
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def factor_precision(shape: NewtonSchulzShape) -> str:
+    """How the factor of a Gram matrix is multiplied: one given in fp32 is worth longer sums."""
+    usual = precision(shape)
+    return "stepwise" if usual == "bf16x6" and shape.dtype == torch.float32 else usual
