@@ -36,11 +36,14 @@ def _parts(x):
 
 @triton.jit
 def _sums(left, right, total):
-    """total + left · right of bf16 tiles, each STEP of the depth in a sum of its own."""
+    """total + left · right of bf16 tiles, each STEP of the depth in a sum of its own.
+
+    A plain sum with `total` would become the one that the product starts from.
+    """
     rows: tl.constexpr = left.shape[0]
     half: tl.constexpr = left.shape[1] // 2
     if half < STEP:
-        return total + tl.dot(left, right)
+        return tl.fma(tl.dot(left, right), 1.0, total)
     else:
         first, second = tl.split(tl.permute(tl.reshape(left, (rows, 2, half)), (0, 2, 1)))
         columns: tl.constexpr = right.shape[1]

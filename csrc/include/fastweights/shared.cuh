@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_shared(u32 address, u32 (&x)[4]) {
 // Barrier number `id` of kThreads threads, whole warps, that they may reach in different places.
 template <int kThreads>
 __device__ __forceinline__ void sync_anywhere(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 // threadIdx.x, asked for anew at each call: what follows from it is worked out where it is used,
