@@ -21,6 +21,7 @@ struct Wide : StackTiles<kRowTiles, kColTiles, kTall, 4> {
       Base::warp;
   using typename Base::Compute, typename Base::Gram;
   static constexpr int kParts = 4 / kRowTiles;
+  static_assert(kColTiles % kParts == 0);
   static constexpr int kShare = 4 / kParts;  // of a part, in steps of a left operand
   static constexpr int kStepBytes = 128 * 8 * sizeof(float);
   static constexpr int kSumsBytes = (kParts - 1) * kRowTiles * kRowTiles * 4 * kStepBytes;
@@ -174,7 +175,8 @@ __global__ void __launch_bounds__(512, 1)
   const u32 x_tiles = shared_address(memory) + kScratchBytes;
   const u32 a_tiles = x_tiles + S::kBytes;
   const u32 sums = a_tiles + S::kGramBytes;
-  const int used = ((kTall ? rows : cols) + 63) / 64;
+  // Columns of tiles that hold numbers, and zeros up to as many for each part.
+  const int used = ((kTall ? rows : cols) + 64 * S::kParts - 1) / (64 * S::kParts) * S::kParts;
 
   for (long long n = blockIdx.x; n < count; n += gridDim.x) {
     stack.template load<false>(x_tiles, x + n * rows * cols, rows, cols, whole, scale, eps,
