@@ -115,6 +115,7 @@ class KernelSource:
             them loads are not vectorised, and it is another kernel.
         num_warps: warps of one program.
         num_stages: depth of the software pipeline.
+        cooperative: whether its programs wait for each other.
     """
 
     module: str
@@ -124,6 +125,7 @@ class KernelSource:
     divisible: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 2
+    cooperative: bool = False
 
     @property
     def half_precision(self) -> bool:
@@ -270,6 +272,8 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
         or isinstance(constexprs.get(arg), str)
     }
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
+    if source.cooperative:
+        options["launch_cooperative_grid"] = True
     start = time.perf_counter()
     try:
         compiled = triton.compile(

@@ -137,6 +137,8 @@ def launch(
     config: Config,
     arguments: dict[str, Any],
     constants: dict[str, Any],
+    *,
+    cooperative: bool = False,
 ) -> None:
     """Run `programs` programs of a kernel on the current stream of `device`.
 
@@ -146,12 +148,13 @@ def launch(
         config: supplies `num_warps` and `num_stages`.
         arguments: run-time arguments by name; None where a constant says it is not read.
         constants: compile-time arguments by name.
+        cooperative: all programs run at once, or the launch fails.
 
     Raises:
         RuntimeError: a first launch while the stream is being captured.
     """
     if _recorded:
-        _recorded[-1].append(_source(kernel, config, arguments, constants))
+        _recorded[-1].append(_source(kernel, config, arguments, constants, cooperative))
         return
     if programs == 0:
         return
@@ -160,6 +163,8 @@ def launch(
     if device.type != "cuda":
         function[(programs,)](**arguments, **constants, **options)
         return
+    if cooperative:
+        options["launch_cooperative_grid"] = True
     kinds = [_kind(x) for x in arguments.values() if type(x) is not int]  # most are, and all loose
     key = (*kernel, device.index, config, *constants.values(), *kinds)
     compiled = _warm.get(key)
@@ -200,6 +205,7 @@ def _source(
     config: Config,
     arguments: dict[str, Any],
     constants: dict[str, Any],
+    cooperative: bool,
 ) -> KernelSource:
     function = _kernel(*kernel)
     _refuse_specialised_numbers(function, arguments)
@@ -229,4 +235,5 @@ def _source(
         divisible=tuple(divisible),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        cooperative=cooperative,
     )

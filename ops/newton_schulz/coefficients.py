@@ -13,8 +13,11 @@ triples, one a step; where a call has more steps than its set has triples, the l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import inf
+
+import torch
 
 Triple = tuple[float, float, float]
 
@@ -90,3 +93,17 @@ def _is_triple(x: object) -> bool:
     if not isinstance(x, (list, tuple)) or len(x) != 3:
         return False
     return all(isinstance(number, (int, float)) and -inf < number < inf for number in x)
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(coefficients: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The coefficients and a 0 on the device: in an argument, no schedule is another kernel.
+
+    Raises:
+        RuntimeError: a first use while the stream is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "fastweights: Newton–Schulz has not met these coefficients: call it once before capture"
+        )
+    return torch.tensor((*coefficients, 0.0), dtype=torch.float32, device=device)

@@ -15,6 +15,7 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned
 from . import triton_large as large
+from .coefficients import on_device
 from .op import NewtonSchulzShape
 from .triton_spaces import (
     FACTOR_KERNELS,
@@ -66,7 +67,7 @@ def spaces(shape: NewtonSchulzShape) -> dict[str, Space]:
     if shape.factor:
         return {"fwd": SPACE_FACTOR_FWD, "bwd": SPACE_FACTOR_BWD}
     if large.serves(shape):
-        return {"symmetric": large.SPACE_SYMMETRIC}
+        return large.spaces(shape)
     return {"fwd": SPACE_FWD, "bwd": SPACE_BWD}
 
 
@@ -118,7 +119,7 @@ def _factor(shape: NewtonSchulzShape, stacks: list[torch.Tensor]) -> torch.Tenso
     arguments: dict[str, Any] = {
         **{name: stack.contiguous() for name, stack in zip(names, stacks, strict=True)},
         "out": out,
-        "table": _table(shape.coefficients, shape.device),
+        "table": on_device(shape.coefficients, shape.device),
         "batch": shape.batch,
         "n": shape.rows,
         "steps": shape.steps,
@@ -151,7 +152,7 @@ def _common(
     _, rows, cols = Bucket(*bucket(shape))
     short, long = sorted((shape.rows, shape.cols))
     arguments: dict[str, Any] = {
-        "table": _table(shape.coefficients, shape.device),
+        "table": on_device(shape.coefficients, shape.device),
         "batch": shape.batch,
         "rows": short,
         "cols": long,
@@ -192,18 +193,3 @@ def _element(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-
-
-@functools.lru_cache(maxsize=256)
-def _table(coefficients: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The coefficients and a 0 on the device: in an argument, no schedule is another kernel.
-
-    Raises:
-        RuntimeError: a first use while the stream is being captured.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"fastweights::{OP} (triton) has not met these coefficients: call it once before "
-            "capture"
-        )
-    return torch.tensor((*coefficients, 0.0), dtype=torch.float32, device=device)

@@ -9,6 +9,8 @@ Two forms, with X of n ≤ m rows and columns, A = X Xᵀ and Z = a I + b A + c 
 
 Half of the tiles are not half of the time: where too few are left to keep the device busy, torch
 forms the products whole. The form is the one that then multiplies less.
+
+Few matrices, whose tiles the device takes at once, go through all steps in one launch (`few`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import torch
 from ...autotune.space import Config, Device, Key, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
+from .coefficients import on_device
 from .op import PACKAGE, NewtonSchulzShape
 
 OP = "newton_schulz"
 KERNEL = (f"{PACKAGE}.triton_symmetric", "symmetric_product")
+KERNEL_FEW = (f"{PACKAGE}.triton_few", "newton_schulz_few")
 SUM_SQUARES = (f"{PACKAGE}.triton_normalise", "sum_squares")
 DIVIDE_BY_NORM = (f"{PACKAGE}.triton_normalise", "divide_by_norm")
 NORM_CONFIG = Config.make(4, 1)
@@ -32,6 +36,8 @@ NORM_BLOCK = 2048
 MOST_PARTS = 512  # that a matrix is read in
 LEAST_ROWS = 129  # under it Triton keeps stacks on chip
 RESTART = 2  # steps that R lives through
+MOST_TILES = 1024  # of a matrix that is one of few
+FOLD = 1.4  # a symmetric product that costs less is worth it for a·I, else torch adds a·X
 UNITS = 8  # columns of a row that starts on a multiple of 16 bytes
 
 
@@ -83,6 +89,41 @@ SPACE_SYMMETRIC: Space = Space(
         c for c in SPACE_SYMMETRIC.configs if _fits(c, key, device) is None
     ),
     sources=(KERNEL[0], SUM_SQUARES[0]),
+)
+
+
+def _few_bucket(shape: NewtonSchulzShape) -> Key:
+    """Size of an element, and how many tiles of 64 × 64 all matrices have, a power of two."""
+    tiles = _tiles(shape, 64)
+    return (shape.compute_dtype.itemsize, 1 << max(0, tiles - 1).bit_length())
+
+
+def _tiles(shape: NewtonSchulzShape, block: int) -> int:
+    return shape.batch * -(-shape.rows // block) * -(-shape.cols // block)
+
+
+def _default_few(key: Key, device: Device) -> Config:
+    block = 64 if key[1] <= device.multiprocessors else 128
+    return next(
+        c for c in SPACE_FEW.configs if c["BLOCK"] in (block, 64) and _fits(c, key, device) is None
+    )
+
+
+SPACE_FEW: Space = Space(
+    op=OP,
+    pass_="few",
+    backend="triton",
+    configs=(
+        _config(128, 64, 8, 3),
+        _config(64, 64, 4, 4),
+        _config(64, 64, 8, 4),
+        _config(128, 64, 8, 4),
+        _config(64, 64, 4, 6),
+    ),
+    fits=_fits,
+    bucket=_few_bucket,
+    default=_default_few,
+    sources=(KERNEL_FEW[0],),
 )
 
 
@@ -221,8 +262,61 @@ def normalised(shape: NewtonSchulzShape, wide: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def are_few(shape: NewtonSchulzShape) -> bool:
+    """Whether the device takes all tiles of 128 × 128 at once."""
+    at_once = Device.of(shape.device).multiprocessors
+    return _tiles(shape, 128) <= at_once and _tiles(shape, 64) <= MOST_TILES * shape.batch
+
+
+def spaces(shape: NewtonSchulzShape) -> dict[str, Space]:
+    """The config spaces of a call."""
+    return {"few": SPACE_FEW} if are_few(shape) else {"symmetric": SPACE_SYMMETRIC}
+
+
+def few(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
+    """The orthogonalised matrices by one launch, contiguous."""
+    device = Device.of(shape.device)
+    config = choose(SPACE_FEW, _few_bucket(shape), device)
+    block = config["BLOCK"]
+    x = x.contiguous()
+    out = empty(x.shape, dtype=shape.dtype, device=shape.device)
+    rows, cols = sorted((shape.rows, shape.cols))
+    down, across = -(-rows // block), -(-cols // block)
+    place = partial(empty, dtype=shape.compute_dtype, device=shape.device)
+    tiles = shape.batch * down * across
+    arguments: dict[str, Any] = {
+        "x": x,
+        "out": out,
+        "iterates": place((2 * tiles * block**2,)),
+        "squares": place((2 * shape.batch * (down * block) ** 2,)),
+        "sums": empty((tiles,), dtype=torch.float32, device=shape.device),
+        "counter": torch.zeros(1, dtype=torch.int32, device=shape.device),
+        "table": on_device(shape.coefficients, shape.device),
+        "batch": shape.batch,
+        "rows": rows,
+        "cols": cols,
+        "steps": shape.steps,
+        "eps": shape.eps,
+    }
+    constants = {
+        "TALL": shape.tall,
+        "VECTOR": shape.cols % UNITS == 0,  # that is the row in memory
+        "BLOCK": block,
+        "BLOCK_K": config["BLOCK_K"],
+        "STAGES": config.num_stages,
+        "MOST": MOST_TILES,
+    }
+    programs = min(tiles, device.multiprocessors)
+    runtime.launch(
+        OP, KERNEL_FEW, programs, shape.device, config, arguments, constants, cooperative=True
+    )
+    return out
+
+
 def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     """The orthogonalised matrices, contiguous."""
+    if are_few(shape):
+        return few(shape, x)
     wide = x.mT if shape.tall else x
     _, rows, cols = wide.shape
     iterate = normalised(shape, wide)
@@ -230,11 +324,13 @@ def fwd(shape: NewtonSchulzShape, x: torch.Tensor) -> torch.Tensor:
     if gram_is_cheaper(rows, cols, shape.steps, products.weight):
         iterate = _gram_form(shape, products, iterate)
     else:
+        fold = products.cost < FOLD
         for j, (a, b, c) in enumerate(shape.triples):
             scale = shape.first_scale if j == 0 else 1.0
             gram = products(iterate, iterate)
-            z = products(gram, gram, gram, alpha=c / scale**4, beta=b / scale**2)
-            iterate = _product(z, iterate, a / scale, 1 / scale)
+            alpha, beta, gamma = c / scale**4, b / scale**2, a if fold else 0.0
+            z = products(gram, gram, gram, alpha=alpha, beta=beta, gamma=gamma)
+            iterate = _product(z, iterate, 0.0 if fold else a / scale, 1 / scale)
     if (iterate.dtype, shape.tall) == (shape.dtype, False) and iterate.is_contiguous():
         return iterate
     out = empty(x.shape, dtype=shape.dtype, device=shape.device)
@@ -245,7 +341,7 @@ def _product(left: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> 
     """alpha·left·x + beta·x into rows on units."""
     batch, rows, cols = x.shape
     out = rows_on_units(batch, rows, cols, x.dtype, x.device)
-    whole_product(left, x, x, out, beta=beta, alpha=alpha)
+    whole_product(left, x, x if beta else None, out, beta=beta, alpha=alpha)
     return out
 
 

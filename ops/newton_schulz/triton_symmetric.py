@@ -11,7 +11,7 @@ RUNTIME = ("n", "k", "tiles", "alpha", "beta", "gamma")
 
 
 @triton.jit
-def _lower_tile(number):
+def lower_tile(number):
     """Row and column of the number-th tile of the lower triangle, row after row."""
     row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # the root is rounded
@@ -32,7 +32,7 @@ def symmetric_product(
     """
     number = tl.program_id(0)
     matrix = number // tiles
-    i, j = _lower_tile(number % tiles)
+    i, j = lower_tile(number % tiles)
     row0 = i * BLOCK
     col0 = j * BLOCK
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)

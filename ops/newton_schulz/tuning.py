@@ -174,7 +174,7 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
                 for case in _cases(space, config, device, quick):
                     cases.setdefault((config.name, repr(case.source)), case)
         if not quick:
-            for case in (*_large_cases(device), *_factor_cases()):
+            for case in (*_large_cases(device), *_few_cases(device), *_factor_cases()):
                 cases.setdefault((case.config.name, repr(case.source)), case)
     return list(cases.values())
 
@@ -220,6 +220,22 @@ def _large_cases(device: Device) -> list[CompileCase]:
             CompileCase(OP, space.pass_, config, source, max_stack=MAX_STACK_SYMMETRIC)
             for source in sources
         ]
+    return cases
+
+
+def _few_cases(device: Device) -> list[CompileCase]:
+    """Wide matrices, and tall ones whose rows start anywhere."""
+    space = triton_large.SPACE_FEW
+    cases = []
+    for rows, cols in ((512, 512), (515, 131)):
+        shape = _compile_shape(torch.bfloat16, rows, cols)
+        x = torch.empty((3, rows, cols), dtype=shape.dtype, device="meta")
+        for config in space.configs:
+            if space.fits(config, space.bucket(shape), device) is not None:
+                continue
+            with use_config(space, config), triton_runtime.record_launches() as sources:
+                triton_large.few(shape, x)
+            cases += [CompileCase(OP, space.pass_, config, source) for source in sources]
     return cases
 
 

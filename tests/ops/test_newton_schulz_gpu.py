@@ -132,6 +132,13 @@ def test_every_config(backend: str, space: Space, dtype: str, device: torch.devi
 LARGE = importlib.import_module(f"{op.PACKAGE}.triton_large")
 
 
+@pytest.fixture
+def none_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix of more than 128 rows is multiplied a launch a product."""
+    monkeypatch.setattr(LARGE, "are_few", lambda shape: False)
+
+
+@pytest.mark.usefixtures("none_are_few")
 @pytest.mark.parametrize("config", LARGE.SPACE_SYMMETRIC.configs, ids=lambda config: config.name)
 def test_large(config: Config, device: torch.device) -> None:
     """Direct and Gram form, stacks, tall ones, sides that are no multiples of anything."""
@@ -146,6 +153,7 @@ def test_large(config: Config, device: torch.device) -> None:
                 failures += [f"{case.name} {line}" for line in report]
 
 
+@pytest.mark.usefixtures("none_are_few")
 @pytest.mark.parametrize("kind", ["condition", "deficient"])
 def test_large_with_small_singular_values(kind: str, device: torch.device) -> None:
     for size in ((1024, 1100), (1024, 3000)):
@@ -159,6 +167,71 @@ def test_large_with_small_singular_values(kind: str, device: torch.device) -> No
 def test_large_is_repeatable(device: torch.device) -> None:
     x = torch.randn(1, 1024, 4096, device=device).to(BF16)
     contracts.check_repeatable(lambda: (ops.newton_schulz(x, backend="triton"),), 20)
+
+
+FEW = (
+    (1, 256, 256), (3, 200, 300), (1, 515, 131), (8, 512, 512), (1, 1100, 1115), (2, 150, 4000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", LARGE.SPACE_FEW.configs, ids=lambda config: config.name)
+def test_few(config: Config, device: torch.device) -> None:
+    """All steps in one launch; tall ones too, and sides that are no multiples of anything."""
+    with oracle.collected() as failures, use_config(LARGE.SPACE_FEW, config):
+        for batch, *size in FEW:
+            for dtype in (BF16, FP16):
+                case = Case(*size, (batch,))
+                assert LARGE.are_few(
+                    shape_of(torch.empty(batch, *size, dtype=dtype, device=device))
+                )
+                truth = oracle.Oracle(
+                    literal(case, dtype), case.arguments, dtype, device, seeds=(0,), grads=False
+                )
+                for _ in range(3):  # programs meet in another order each time
+                    report = truth.measure(partial(ops.newton_schulz, backend="triton")).report()
+                    failures += [f"{case.name} {line}" for line in report]
+
+
+@pytest.mark.parametrize("kind", ["condition", "deficient"])
+def test_few_with_small_singular_values(kind: str, device: torch.device) -> None:
+    case = Case(256, 300, (2,), kind)
+    oracle.check_op(
+        partial(ops.newton_schulz, backend="triton"), everyday(FP16), case.arguments, FP16,
+        device, grads=False, seeds=(0,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", FEW, ids=str)
+def test_few_are_repeatable(size: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(size, device=device).to(BF16)
+    contracts.check_repeatable(lambda: (ops.newton_schulz(x, backend="triton"),), 50)
+
+
+def test_few_in_a_graph(device: torch.device) -> None:
+    x = torch.randn(1, 300, 260, device=device).to(BF16)
+    run = partial(ops.newton_schulz, x, backend="triton")
+    graph, (out,) = contracts.captured(lambda: (run(),), device)
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run())
+
+
+def test_few_on_two_streams(device: torch.device) -> None:
+    """Launches whose programs wait for each other do not wait for those of another launch."""
+    stacks = [torch.randn(8, 512, 512, device=device).to(BF16) for _ in range(2)]
+    wanted = [ops.newton_schulz(x, backend="triton") for x in stacks]
+    streams = [torch.cuda.Stream(device) for _ in stacks]
+    torch.cuda.synchronize(device)
+    got = []
+    for _ in range(50):
+        for x, stream in zip(stacks, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(ops.newton_schulz(x, backend="triton"))
+    torch.cuda.synchronize(device)
+    for i, out in enumerate(got):
+        assert torch.equal(out, wanted[i % 2]), i
 
 
 @pytest.mark.parametrize("kind", ["condition", "deficient"])

@@ -144,6 +144,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`triton_large` for matrices that an interpreter can multiply."""
     module = importlib.import_module(f"{op.PACKAGE}.triton_large")
     monkeypatch.setattr(module, "LEAST_ROWS", 65)
+    monkeypatch.setattr(module, "are_few", lambda shape: False)
     with use_config(module.SPACE_SYMMETRIC, module.SPACE_SYMMETRIC.configs[-1]):
         yield module
 
@@ -190,6 +191,73 @@ def test_products_are_whole_where_half_of_them_leave_the_device_idle(large: Any)
             assert cost(batch, rows) < 0.8
         for batch, rows in ((1, 300), (1, 1024), (8, 512)):
             assert cost(batch, rows) > 1.0
+
+
+# ---- few matrices of more than 128 rows ----------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`triton_large` for matrices of 65 rows and more, all of them few: tiles of 64."""
+    module = importlib.import_module(f"{op.PACKAGE}.triton_large")
+    monkeypatch.setattr(module, "LEAST_ROWS", 65)
+    monkeypatch.setattr(module, "are_few", lambda shape: True)
+    with use_config(module.SPACE_FEW, module.SPACE_FEW.configs[1]):
+        yield module
+
+
+@pytest.mark.parametrize("size", [(100, 110), (70, 200), (150, 66), (128, 192)], ids=str)
+def test_few(size: tuple[int, int], few: Any) -> None:
+    """Tall and wide, sides that are multiples of tiles and sides that are not."""
+    literal = reference.newton_schulz
+    for dtype in (torch.float16, torch.float32):
+        oracle.check_op(
+            partial(OP, compute_dtype=torch.float16), everyday(torch.float16),
+            Case(*size, (2,)).arguments, dtype, CPU, grads=False, seeds=(0,),
+        )  # fmt: skip
+    oracle.check_op(
+        partial(OP, coefficients="polar_express", steps=6),
+        partial(literal, coefficients="polar_express", steps=6),
+        Case(*size, (1,)).arguments, torch.float16, CPU, grads=False, seeds=(0,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_few_take_few_steps(steps: int, few: Any) -> None:
+    literal, run = (partial(f, steps=steps) for f in (reference.newton_schulz, OP))
+    case = Case(90, 70)
+    oracle.check_op(run, literal, case.arguments, torch.float16, CPU, grads=False, seeds=(0,))
+
+
+@pytest.mark.parametrize("kind", ["condition", "deficient"])
+def test_few_with_small_singular_values(kind: str, few: Any) -> None:
+    case, literal = Case(70, 130, (2,), kind), everyday(torch.float16)
+    oracle.check_op(OP, literal, case.arguments, torch.float16, CPU, grads=False, seeds=(0,))
+
+
+def test_few_with_a_zero_matrix_and_a_nan(few: Any) -> None:
+    x = torch.randn(3, 80, 70).half()
+    x[0], x[1, 3, 5] = 0, float("nan")
+    with alloc.poison():
+        out = OP(x)
+    assert not out[0].any()
+    assert out[1].isnan().all()
+    assert out[2].isfinite().all()
+
+
+def test_which_matrices_are_few() -> None:
+    large = importlib.import_module(f"{op.PACKAGE}.triton_large")
+    device = dataclasses.replace(target_device("sm_90"), multiprocessors=132)
+
+    def few(*size: int) -> bool:
+        return large.are_few(shape_of(torch.empty(size, dtype=torch.bfloat16, device="meta")))
+
+    with assume_device(device):
+        assert all(few(*size) for size in ((1, 256, 256), (8, 512, 512), (1, 1400, 1400)))
+        assert not any(few(*size) for size in ((64, 512, 512), (1, 2048, 2048), (1, 129, 130_000)))
+        for size, block in (((1, 512, 512), 64), ((8, 512, 512), 128)):
+            shape = shape_of(torch.empty(size, dtype=torch.bfloat16, device="meta"))
+            assert large.SPACE_FEW.default(large.SPACE_FEW.bucket(shape), device)["BLOCK"] == block
 
 
 # ---- scales, zero, strides ----------------------------------------------------------------------
