@@ -30,7 +30,7 @@ from .op import NewtonSchulzShape
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports", "yields"]
 
-LEAST_OF_256 = 4  # matrices of more than 128 rows: of one torch is faster on an H200, not of 8
+LEAST_OF_256 = 9  # matrices of more than 128 rows: of 8 Triton is faster on an H200, not of 16
 MAX_STEPS = 16  # as in csrc/newton_schulz/common.cuh
 UPSTREAM = 0.125  # norm that backward brings the upstream gradient to, kScale there
 LARGEST = 2.0**15  # that a gradient in fp16 may grow to on its way, half of what fp16 holds
@@ -60,7 +60,7 @@ def supports(shape: NewtonSchulzShape, arch: str) -> str | None:
 def yields(shape: NewtonSchulzShape, arch: str) -> str | None:
     """None, or why "auto" goes past these kernels though they can run the call."""
     if min(shape.rows, shape.cols) > 2 * TILE and shape.batch < LEAST_OF_256:
-        # A block for a matrix leaves most of a device idle; torch's products do not.
+        # A block for a matrix leaves most of a device idle; a tile of each product does not.
         return f"slower for fewer than {LEAST_OF_256} matrices of more than {2 * TILE} rows"
     return None
 

@@ -38,10 +38,13 @@ class Problem:
 
     @property
     def checks(self) -> tuple[Problem, Problem]:
-        """Two ragged ones, wide and tall, of more matrices than run at a time."""
-        if min(self.rows, self.cols) > 256:
+        """Two ragged ones, wide and tall; of stacks, more matrices than run at a time."""
+        short, long = sorted((self.rows, self.cols))
+        if short > 1024:
             return replace(self, rows=1031, cols=2055), replace(self, rows=1500, cols=1029)
-        batch = 9000 if max(self.rows, self.cols) <= 32 else 1100 if self.rows <= 64 else 400
+        batch = 9000 if long <= 32 else 1100 if short <= 64 else 400
+        if short > 256:
+            batch = self.batch
         wide = replace(self, batch=batch, rows=self.rows - 3, cols=self.cols - 1)
         return wide, replace(wide, rows=self.cols - 2, cols=self.rows - 1)
 
@@ -107,6 +110,7 @@ PROBLEMS = (
     Problem("2048x64x256", 2048, 64, 256),
     Problem("1024x128x256", 1024, 128, 256),
     Problem("512x256x256", 512, 256, 256),
+    Problem("2x512x512", 2, 512, 512),
     Problem("1x4096x4096", 1, 4096, 4096),
     *(Problem(f"{b}x{n}-factor", b, n, n, True, ("fp32",)) for b, n in ((8192, 32), (4096, 64))),
 )
@@ -116,6 +120,7 @@ SPACES = (
     SPACE_FACTOR_FWD,
     SPACE_FACTOR_BWD,
     triton_large.SPACE_SYMMETRIC,
+    triton_large.SPACE_FEW,
     cuda.SPACE_FWD,
     cuda.SPACE_BWD,
 )

@@ -447,6 +447,7 @@ SPACES = {
     "factor fwd": newton_schulz.SPACE_FACTOR_FWD,
     "factor bwd": newton_schulz.SPACE_FACTOR_BWD,
     "symmetric": triton_large.SPACE_SYMMETRIC,
+    "few": triton_large.SPACE_FEW,
     "cuda fwd": cuda_spaces.SPACE_FWD,
     "cuda bwd": cuda_spaces.SPACE_BWD,
 }

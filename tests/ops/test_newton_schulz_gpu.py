@@ -170,7 +170,7 @@ def test_large_is_repeatable(device: torch.device) -> None:
 
 
 FEW = (
-    (1, 256, 256), (3, 200, 300), (1, 515, 131), (8, 512, 512), (1, 1100, 1115), (2, 150, 4000),
+    (1, 256, 256), (3, 200, 300), (1, 515, 131), (2, 512, 512), (1, 700, 725), (2, 150, 1300),
 )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_few_in_a_graph(device: torch.device) -> None:
 
 def test_few_on_two_streams(device: torch.device) -> None:
     """Launches whose programs wait for each other do not wait for those of another launch."""
-    stacks = [torch.randn(8, 512, 512, device=device).to(BF16) for _ in range(2)]
+    stacks = [torch.randn(2, 512, 512, device=device).to(BF16) for _ in range(2)]
     wanted = [ops.newton_schulz(x, backend="triton") for x in stacks]
     streams = [torch.cuda.Stream(device) for _ in stacks]
     torch.cuda.synchronize(device)
