@@ -45,6 +45,7 @@ class Architecture:
         shared: bytes of shared memory of a multiprocessor.
         threads: resident threads.
         blocks: resident blocks.
+        multiprocessors: of a card that is widely used.
         registers: 32-bit registers.
     """
 
@@ -52,6 +53,7 @@ class Architecture:
     shared: int
     threads: int
     blocks: int
+    multiprocessors: int
     registers: int = 65536
 
     def resident(self, registers: int, shared_bytes: int, num_warps: int) -> int:
@@ -73,12 +75,12 @@ class Architecture:
 
 _KB = 1024
 ARCHITECTURES = {
-    "sm_80": Architecture(163 * _KB, 164 * _KB, 2048, 32),
-    "sm_86": Architecture(99 * _KB, 100 * _KB, 1536, 16),
-    "sm_89": Architecture(99 * _KB, 100 * _KB, 1536, 24),
-    "sm_90": Architecture(227 * _KB, 228 * _KB, 2048, 32),
-    "sm_100": Architecture(227 * _KB, 228 * _KB, 2048, 32),
-    "sm_120": Architecture(99 * _KB, 100 * _KB, 1536, 24),
+    "sm_80": Architecture(163 * _KB, 164 * _KB, 2048, 32, 108),  # A100
+    "sm_86": Architecture(99 * _KB, 100 * _KB, 1536, 16, 84),  # A40
+    "sm_89": Architecture(99 * _KB, 100 * _KB, 1536, 24, 142),  # L40S
+    "sm_90": Architecture(227 * _KB, 228 * _KB, 2048, 32, 132),  # H100
+    "sm_100": Architecture(227 * _KB, 228 * _KB, 2048, 32, 148),  # B200
+    "sm_120": Architecture(99 * _KB, 100 * _KB, 1536, 24, 188),  # RTX PRO 6000
 }
 
 
@@ -98,7 +100,9 @@ def target_device(target: str) -> Device:
     """The `Device` that a space's `fits` sees for a compile target."""
     name = target_name(target)
     limits = ARCHITECTURES[name]
-    return Device(name, limits.block_shared, limits.registers)
+    return Device(
+        name, limits.block_shared, limits.registers, multiprocessors=limits.multiprocessors
+    )
 
 
 @dataclass(frozen=True)
