@@ -44,8 +44,9 @@ def shared_barriers(ptx: str) -> list[int]:
         start = 0 if name == "global_smem" else offsets.get(name)
         return None if start is None else start + int(more or 0)
 
-    barriers = {address(operand) for operand in _INIT.findall(ptx)}
-    barriers -= {address(operand) for operand in _END.findall(ptx)} | {None}
+    ended = {address(operand) for operand in _END.findall(ptx)}
+    placed = {address(operand) for operand in _INIT.findall(ptx)} - ended
+    barriers = [start for start in placed if start is not None]
     found = set()
     for parts, bits, operand in _DATA.findall(ptx):
         first, size = address(operand), int(parts or 1) * int(bits) // 8

@@ -124,12 +124,11 @@ class Products:
         # Fitted to single products on an H200: two blocks of a multiprocessor take 1.6 times as
         # long as one, one of 64 rows half as long as one of 128, torch 0.86 of our time a tile.
         at_once = Device.of(self.device).multiprocessors
-        waves, self.left = divmod(self.batch * self.tiles, at_once)
+        full, self.left = divmod(self.batch * self.tiles, at_once)
         self.most_parts = min(MOST_PARTS_OF_A_SUM, at_once // self.left) if self.left else 1
-        if not waves or self.most_parts < LEAST_PARTS_OF_A_SUM:
+        if not full or self.most_parts < LEAST_PARTS_OF_A_SUM:
             self.most_parts = 1
-        if self.left:
-            waves += 1 if self.most_parts == 1 else 1 / self.most_parts
+        waves = full + (1 / self.most_parts if self.left else 0.0)
         whole = self.batch * (rows / 128) ** 2 / at_once
         self.cost = max(1.0, 0.8 * waves * self.block / 128) / (0.86 * max(1.0, whole))
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
