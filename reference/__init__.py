@@ -1,12 +1,17 @@
 """The literal definitions, in plain torch and float64 if asked: no backend, no cleverness."""
 
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
+from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
 __all__ = [
+    "OmegaGradient",
+    "OmegaState",
     "PolarStats",
     "gram_newton_schulz_factor",
     "newton_schulz",
+    "omega_gradient",
+    "omega_memory",
     "polar_attention",
     "softmax_attention",
 ]
