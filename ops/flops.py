@@ -11,6 +11,9 @@ is meant for notes, never for a table of TFLOP/s.
 | its backward, k steps | k·(10·n²m + 4·n³) − 2·n²m                                           |
 | Gram factor, k steps  | (8·k − 6)·n³                                                        |
 | its backward          | (24·k − 20)·n³, of one step 6·n³                                    |
+| Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(D + Dv) a head, n = b + window − 1        |
+| its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·D + 2·Dv)                              |
+| momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
 computed again, as that of attention does, because only the inputs are saved.
@@ -84,6 +87,46 @@ def gram_factor_backward(n: int, steps: int) -> int:
     """
     again = steps + 2 * (steps - 1) + max(steps - 2, 0)
     return 2 * n**3 * (again + 2 * steps + 6 * (steps - 1))
+
+
+def _omega_chunks(tokens: int, chunk_size: int, window: int) -> list[tuple[int, int, int]]:
+    """How many chunks there are of b tokens and n keys: (count, b, n)."""
+    full, rest = divmod(tokens, chunk_size)
+    return [(count, b, b + window - 1) for count, b in ((full, chunk_size), (1, rest)) if b]
+
+
+def omega_forward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
+) -> int:
+    """Useful FLOPs of one head: Q M, K M and Kᵀ(P∘R), with momentum Q S and Kᵀ(U∘R); Q Kᵀ and
+    its product with R.
+    """
+    state = wide * values
+    return sum(
+        count
+        * ((2 * b + 4 * n) * state + 2 * b * n * (wide + values) + momentum * 2 * (b + n) * state)
+        for count, b, n in _omega_chunks(tokens, chunk_size, window)
+    )
+
+
+def omega_backward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
+) -> int:
+    """Useful FLOPs of the backward of one head, from the arguments alone.
+
+    Again: R, the states of all chunks, Q M and Q Kᵀ. Then two products a query row with M or dM,
+    four a key row, and two more of each in-chunk product.
+    """
+    state = wide * values
+    return sum(
+        count
+        * (
+            (6 * b + 12 * n) * state
+            + 2 * b * n * (3 * wide + 2 * values)
+            + momentum * 6 * (b + n) * state
+        )
+        for count, b, n in _omega_chunks(tokens, chunk_size, window)
+    )
 
 
 def matmul(m: int, n: int, k: int, *batch: int) -> int:

@@ -104,7 +104,11 @@ def omega_memory(
     zero = torch.zeros(heads, wide, v.shape[-1], dtype=acc, device=k.device)
 
     reads: list[Tensor] = []
-    left: list[tuple[Tensor, Tensor, Tensor, Tensor, int]] = []
+    states: list[Tensor] = []
+    velocities: list[Tensor] = []
+    tails_k: list[Tensor] = []
+    tails_v: list[Tensor] = []
+    lengths: list[int] = []
     for n, (row, begin, end) in enumerate(spans):
         there = 0 if tail_k is None else older
         if tail_length is not None:
@@ -130,7 +134,11 @@ def omega_memory(
         )
         reads.append(read)
         kept = min(older, len(keys))
-        left.append((state, velocity, _tail(keys, kept, older), _tail(values, kept, older), kept))
+        states.append(state)
+        velocities.append(velocity)
+        tails_k.append(_tail(keys, kept, older))
+        tails_v.append(_tail(values, kept, older))
+        lengths.append(kept)
     y = torch.zeros(v.shape, dtype=acc, device=v.device)
     if cu_seqlens is None and reads:
         y = torch.stack(reads)
@@ -139,7 +147,13 @@ def omega_memory(
     y = y.to(v.dtype)
     if not return_state:
         return y, None
-    return y, _collected(left, momentum is not None)
+    return y, OmegaState(
+        _stacked(states, zero),
+        None if momentum is None else _stacked(velocities, zero),
+        _stacked(tails_k, k.new_zeros(older, *k.shape[2:])),
+        _stacked(tails_v, v.new_zeros(older, *v.shape[2:])),
+        torch.tensor(lengths, dtype=torch.int32, device=k.device),
+    )
 
 
 def _tail(x: Tensor, kept: int, room: int) -> Tensor:
@@ -147,17 +161,9 @@ def _tail(x: Tensor, kept: int, room: int) -> Tensor:
     return torch.cat((x.new_zeros(room - kept, *x.shape[1:]), x[len(x) - kept :]))
 
 
-def _collected(
-    left: list[tuple[Tensor, Tensor, Tensor, Tensor, int]], has_momentum: bool
-) -> OmegaState:
-    states, velocities, keys, values, lengths = zip(*left, strict=True)
-    return OmegaState(
-        torch.stack(states),
-        torch.stack(velocities) if has_momentum else None,
-        torch.stack(keys),
-        torch.stack(values),
-        torch.tensor(lengths, dtype=torch.int32, device=states[0].device),
-    )
+def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
+    """All parts, each of the shape of `like`."""
+    return torch.stack(parts) if parts else like.new_zeros(0, *like.shape)
 
 
 def _scan(

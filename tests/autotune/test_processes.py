@@ -237,5 +237,6 @@ def test_what_fits_99_kb_asks_for_no_more_when_compiled(tmp_path: Path) -> None:
 
 def test_every_architecture_of_compile_reports_is_a_device() -> None:
     assert all(
-        target_device(name) == Device(name, x.block_shared) for name, x in ARCHITECTURES.items()
+        target_device(name) == Device(name, x.block_shared, multiprocessors=x.multiprocessors)
+        for name, x in ARCHITECTURES.items()
     )
