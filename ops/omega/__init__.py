@@ -24,7 +24,7 @@ from .. import checks
 from ..dispatch import autocast_operands, explainable, requested, without_autocast
 from .op import MEMORY_FWD, PACKAGE, OmegaShape, OmegaTensors, omega_shape, tails
 
-__all__ = ["OmegaState", "omega_memory"]
+__all__ = ["OmegaState", "omega_exact", "omega_memory"]
 
 
 class OmegaState(NamedTuple):
@@ -172,3 +172,67 @@ def omega_memory(
     if not return_state:
         return y, None
     return y, OmegaState(state, last if shape.momentum else None, *tails(shape, given))
+
+
+def omega_exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    decay: torch.Tensor | None = None,
+    window_gates: torch.Tensor | None = None,
+    window: int = 1,
+    momentum: torch.Tensor | None = None,
+    inner_loss: str = "squared",
+    feature_map: str = "identity",
+    coefficients: torch.Tensor | None = None,
+    read_before: bool = False,
+    initial_state: torch.Tensor | None = None,
+    initial_momentum: torch.Tensor | None = None,
+    tail_k: torch.Tensor | None = None,
+    tail_v: torch.Tensor | None = None,
+    tail_length: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, OmegaState | None]:
+    """`omega_memory` with chunks of one token, sixteen at a time by a triangular solve.
+
+    Arguments, results and errors are those of `omega_memory`, of which a chunk of one is the rule
+    without delay: every error is taken at the memory as the token before left it. In plain torch
+    and fp32 (float64 for float64) on any device, differentiable more than once. A solve takes
+    (16 · window)² · Dv multiplications, which is meant for short windows.
+
+    Args:
+        backend: "auto" or "eager".
+
+    Raises:
+        ValueError: another backend, and what `omega_memory` raises.
+
+    Example:
+        >>> import torch
+        >>> from fastweights.ops import omega_exact, omega_memory
+        >>> x, step = torch.randn(3, 1, 40, 2, 8, dtype=torch.float64), torch.full((1, 40, 2), 0.05)
+        >>> y, _ = omega_exact(*x, step=step.double(), window=3)
+        >>> torch.allclose(y, omega_memory(*x, step=step.double(), window=3, chunk_size=1)[0])
+        True
+    """
+    op = "omega_exact"
+    if requested(op, backend) not in ("auto", "eager"):
+        raise ValueError(f"{op}: backend={backend!r}: this op has no such implementation")
+    checks.tensor(op, "q", q, "B T H d", checks.FLOATING)
+    q, k, v = autocast_operands(q, k, v)
+    given = OmegaTensors(
+        q, k, v, step, decay, window_gates, momentum, coefficients, initial_state,
+        initial_momentum, tail_k, tail_v, tail_length, cu_seqlens,
+    )  # fmt: skip
+    from . import exact
+
+    shape = omega_shape(
+        op, given, window=window, chunk_size=exact.BLOCK, inner_loss=inner_loss,
+        feature_map=feature_map, read_before=read_before,
+    )  # fmt: skip
+    with without_autocast(q.device):
+        y, state, last = exact.run(shape, given)
+    return y, OmegaState(state, last, *tails(shape, given)) if return_state else None

@@ -40,8 +40,8 @@ def fwd(shape: OmegaShape, given: OmegaTensors) -> tuple[Tensor, Tensor, Tensor 
     y = given.v.new_zeros(given.v.shape)
     states: list[Tensor] = []
     momenta: list[Tensor] = []
-    for piece in _pieces(shape, given):
-        run = _Run(shape, piece)
+    for piece in pieces(shape, given):
+        run = Run(shape, piece)
         for chunk in run.chunks:
             read = run.forward(chunk)
             piece.here(y)[:, chunk.begin : chunk.end] = read.transpose(1, 2).to(y.dtype)
@@ -79,8 +79,8 @@ def bwd(
     grads = Gradients._make(
         None if x is None else x.new_zeros(x.shape, dtype=shape.acc) for x in tensors
     )
-    for piece in _pieces(shape, given):
-        run = _Run(shape, piece)
+    for piece in pieces(shape, given):
+        run = Run(shape, piece)
         for chunk in run.chunks:
             run.kept.append((run.state, run.velocity))
             run.forward(chunk)
@@ -100,7 +100,7 @@ def bwd(
 # ---- sequences and chunks -----------------------------------------------------------------------
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens `begin` to `end` of a sequence."""
 
     begin: int
@@ -119,7 +119,8 @@ class _Piece(NamedTuple):
         return x[:, self.tokens]
 
 
-def _pieces(shape: OmegaShape, given: OmegaTensors) -> list[_Piece]:
+def pieces(shape: OmegaShape, given: OmegaTensors) -> list[_Piece]:
+    """All sequences at once, or the packed ones one by one."""
     if given.cu_seqlens is None:
         return [_Piece(given, slice(0, shape.batch), slice(0, shape.tokens))]
     ends = given.cu_seqlens.tolist()
@@ -140,7 +141,7 @@ class _Scans(NamedTuple):
     push: Tensor  # U
 
 
-def _triangle(x: Tensor) -> Tensor:
+def triangle(x: Tensor) -> Tensor:
     """(…, b) → (…, b, b): at (t, s) the product of x after s up to t, 0 above the diagonal."""
     length = x.shape[-1]
     later = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-1)
@@ -148,19 +149,19 @@ def _triangle(x: Tensor) -> Tensor:
     return rows.masked_fill(~later, 1).cumprod(-2).tril()
 
 
-def _before(x: Tensor, first: float, dim: int) -> Tensor:
+def shifted(x: Tensor, first: float, dim: int) -> Tensor:
     """Each row's predecessor along `dim`; that of the first is `first`."""
     start = torch.full_like(x.narrow(dim, 0, 1), first)
     return torch.cat((start, x.narrow(dim, 0, x.shape[dim] - 1)), dim)
 
 
 def _after(x: Tensor, dim: int) -> Tensor:
-    """Adjoint of `_before`: each row's successor; that of the last is 0."""
+    """Adjoint of `shifted`: each row's successor; that of the last is 0."""
     end = torch.zeros_like(x.narrow(dim, 0, 1))
     return torch.cat((x.narrow(dim, 1, x.shape[dim] - 1), end), dim)
 
 
-class _Run:
+class Run:
     """One piece on its way through its chunks, forward and back. Tensors are (B, H, T, …)."""
 
     def __init__(self, shape: OmegaShape, piece: _Piece) -> None:
@@ -170,7 +171,7 @@ class _Run:
         self.products = shape.dtype
         tokens = piece.tokens.stop - piece.tokens.start
         self.chunks = [
-            _Chunk(begin, min(begin + shape.chunk_size, tokens))
+            Chunk(begin, min(begin + shape.chunk_size, tokens))
             for begin in range(0, tokens, shape.chunk_size)
         ]
 
@@ -238,25 +239,25 @@ class _Run:
         dtype = self.products
         return (left.to(dtype) @ right.to(dtype)).to(self.shape.acc)
 
-    def _places(self, chunk: _Chunk) -> Tensor:
+    def places(self, chunk: Chunk) -> Tensor:
         """Where the weights of a window lie in a row of W (b, n): (1, 1, b, window)."""
         t = torch.arange(chunk.end - chunk.begin, device=self.k.device)[:, None]
         lag = torch.arange(self.shape.window, device=self.k.device)
         return (t + self.older - lag)[None, None]
 
-    def _scans(self, chunk: _Chunk) -> _Scans:
+    def _scans(self, chunk: Chunk) -> _Scans:
         here = slice(chunk.begin, chunk.end)
         weights = self.weights[:, :, here]
         ones = torch.ones_like(self.step[:, :, here])
         rows = chunk.end - chunk.begin + self.older
         band = weights.new_zeros(*weights.shape[:3], rows)
-        push = band.scatter(3, self._places(chunk).expand_as(weights), weights)
+        push = band.scatter(3, self.places(chunk).expand_as(weights), weights)
         alpha = ones if self.decay is None else self.decay[:, :, here]
-        decays = _triangle(alpha)
+        decays = triangle(alpha)
         momenta = drop = carry = None
         if self.theta is not None:
             theta = self.theta[:, :, here]
-            momenta = _triangle(theta)
+            momenta = triangle(theta)
             push = momenta @ push
             drop = theta.cumprod(-1)
             carry = (decays @ drop[..., None])[..., 0]
@@ -266,10 +267,10 @@ class _Run:
         """A, a and P as the reads of each token see them."""
         if not self.shape.read_before:
             return scans.rate, scans.carry, scans.write
-        carry = None if scans.carry is None else _before(scans.carry, 0, 2)
-        return _before(scans.rate, 1, 2), carry, _before(scans.write, 0, 2)
+        carry = None if scans.carry is None else shifted(scans.carry, 0, 2)
+        return shifted(scans.rate, 1, 2), carry, shifted(scans.write, 0, 2)
 
-    def _operands(self, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of a chunk, keys and values that it writes."""
         rows = slice(chunk.begin, chunk.end + self.older)
         return self.q[:, :, chunk.begin : chunk.end], self.k[:, :, rows], self.v[:, :, rows]
@@ -279,7 +280,7 @@ class _Run:
         value = v.to(self.shape.acc)
         return -value if self.shape.dot else self._product(k, state) - value
 
-    def forward(self, chunk: _Chunk) -> Tensor:
+    def forward(self, chunk: Chunk) -> Tensor:
         """The reads of a chunk (B, H, b, Dv); M and S go on to its end."""
         q, k, v = self._operands(chunk)
         scans = self._scans(chunk)
@@ -300,7 +301,7 @@ class _Run:
             self.velocity = self.velocity - self._product(k.mT, pushed)
         return read
 
-    def backward(self, chunk: _Chunk, state: Tensor, velocity: Tensor | None, d_y: Tensor) -> None:
+    def backward(self, chunk: Chunk, state: Tensor, velocity: Tensor | None, d_y: Tensor) -> None:
         """From gradients at a chunk's end to those at its begin; M and S as they were there."""
         q, k, v = self._operands(chunk)
         product = self._product
@@ -360,7 +361,7 @@ class _Run:
         self._scans_backward(chunk, scans, d_write, d_push, d_rate, d_carry, d_drop)
 
     def _scans_backward(
-        self, chunk: _Chunk, scans: _Scans, d_write: Tensor, d_push: Tensor, d_rate: Tensor,
+        self, chunk: Chunk, scans: _Scans, d_write: Tensor, d_push: Tensor, d_rate: Tensor,
         d_carry: Tensor | None, d_drop: Tensor | None,
     ) -> None:  # fmt: skip
         """The scans run backwards: gradients of weights, decay and momentum of a chunk."""
@@ -369,22 +370,22 @@ class _Run:
         d_write = back @ d_write
         d_rate = (back @ d_rate[..., None])[..., 0]
         d_push = d_push + d_write
-        d_decay = (d_write * _before(scans.write, 0, 2)).sum(-1) + d_rate * _before(
+        d_decay = (d_write * shifted(scans.write, 0, 2)).sum(-1) + d_rate * shifted(
             scans.rate, 1, 2
         )
         if scans.momenta is not None and d_carry is not None and d_drop is not None:
             assert scans.carry is not None
             assert scans.drop is not None
             d_carry = (back @ d_carry[..., None])[..., 0]
-            d_decay = d_decay + d_carry * _before(scans.carry, 0, 2)
+            d_decay = d_decay + d_carry * shifted(scans.carry, 0, 2)
             forth = scans.momenta.mT
             d_push = forth @ d_push
             d_drop = (forth @ (d_drop + d_carry)[..., None])[..., 0]
-            d_theta = (d_push * _before(scans.push, 0, 2)).sum(-1)
-            self.d_theta[:, :, here] = d_theta + d_drop * _before(scans.drop, 1, 2)
+            d_theta = (d_push * shifted(scans.push, 0, 2)).sum(-1)
+            self.d_theta[:, :, here] = d_theta + d_drop * shifted(scans.drop, 1, 2)
         self.d_decay[:, :, here] = d_decay
-        places = self._places(chunk).expand_as(self.weights[:, :, here])
-        self.d_weights[:, :, here] = d_push.gather(3, places)
+        at = self.places(chunk).expand_as(self.weights[:, :, here])
+        self.d_weights[:, :, here] = d_push.gather(3, at)
 
     def add_to(self, grads: Gradients) -> None:
         """What this piece adds to the gradients of the call."""

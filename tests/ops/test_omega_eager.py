@@ -30,11 +30,13 @@ def named(result: tuple[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
     return {"y": y} | {name: x for name, x in fields.items() if x is not None}
 
 
-def both(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def both(
+    case: Case, seed: int = 0, functions: tuple[Any, Any] = (OP, reference.omega_memory)
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results and gradients of all floating arguments, ours and those of the loops; float64."""
     given = case.arguments(seed, WIDE, CPU) | {"return_state": True}
     found = []
-    for function in (OP, reference.omega_memory):
+    for function in functions:
         leaves = contracts.leaves(given)
         results = named(function(**leaves))
         kept = {name: x for name, x in results.items() if x.requires_grad}
@@ -186,6 +188,53 @@ def test_narrow_types(case: Case, dtype: torch.dtype) -> None:
 def call_without_state(function: Any, **given: Any) -> torch.Tensor:
     """y alone."""
     return function(**given)[0]
+
+
+# ---- without delay ------------------------------------------------------------------------------
+
+EXACT = [
+    Case(window=c, momentum=m, inner_loss=loss, carried=s, read_before=b)
+    for c, m, loss, s, b in itertools.product(
+        (1, 3), (True, False), ("squared", "dot"), (True, False), (True, False)
+    )
+] + [
+    Case(tokens=50, window=6, momentum=False),
+    Case(degree=2, carried=True),
+    Case(packed=(0, 7, 7, 16), carried=True),
+    Case(tokens=0, carried=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+def test_exact(case: Case) -> None:
+    """Blocks of sixteen tokens against the loop over single ones, with gradients."""
+
+    def single(**given: Any) -> Any:
+        return reference.omega_memory(**given | {"chunk_size": 1})
+
+    def exact(**given: Any) -> Any:
+        given.pop("chunk_size")
+        return ops.omega_exact(**given)
+
+    got, wanted = both(case, functions=(exact, single))
+    assert_near(got, wanted, 1e-11)
+
+
+def test_exact_in_narrow_types_and_under_autocast() -> None:
+    given = Case(carried=True).arguments(0, torch.float32, CPU)
+    given.pop("chunk_size")
+    exact = ops.omega_exact(**given)[0]
+    carried = {name: given[name].bfloat16() for name in ("tail_k", "tail_v")}
+    with torch.autocast("cpu", torch.bfloat16):
+        y, left = ops.omega_exact(**given | carried, return_state=True)
+    assert left is not None
+    assert y.dtype == torch.bfloat16
+    assert left.state.dtype == torch.float32
+    assert (y - exact).norm() < 0.02 * exact.norm()
+    with pytest.raises(ValueError, match="omega_exact: backend='triton'"):
+        ops.omega_exact(**given, backend="triton")
+    with pytest.raises(TypeError, match="omega_exact: step has dtype"):
+        ops.omega_exact(**given | {"step": given["step"].half()})
 
 
 # ---- as torch sees it ---------------------------------------------------------------------------
