@@ -148,7 +148,11 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"polar": False, "null_value": False},
 )
 # Of fp32 and wide heads, whose kernels take the compiler longest, those that differ most.
-_FEW_VARIANTS = ({}, {"sequences": 3, "window": 100}, {"polar": False, "null_value": False})
+_FEW_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sequences": 3, "window": 100},
+    {"polar": False, "null_value": False},
+)
 
 
 _LENGTHS = (256, 8192)  # where the default differs
