@@ -35,8 +35,9 @@ NORM_CONFIG = Config.make(4, 1)
 NORM_BLOCK = 2048
 MOST_PARTS = 512  # that a matrix is read in
 LEAST_ROWS = 129  # under it Triton keeps stacks on chip
-# A sum is split in as many parts, each of at least so many turns of the loop.
-MOST_PARTS_OF_A_SUM, LEAST_PARTS_OF_A_SUM, LEAST_TURNS = 8, 3, 4
+# A sum is split in as many parts, each of at least so many turns of the loop. One, which is none,
+# until a GPU has run and timed it.
+MOST_PARTS_OF_A_SUM, LEAST_PARTS_OF_A_SUM, LEAST_TURNS = 1, 3, 4
 RESTART = 2  # steps that R lives through
 MOST_TILES = 1024  # of a matrix that is one of few
 FOLD = 1.4  # a symmetric product that costs less is worth it for a·I, else torch adds a·X

@@ -50,29 +50,15 @@ def _plan(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    step: torch.Tensor,
-    decay: torch.Tensor | None = None,
-    window_gates: torch.Tensor | None = None,
     window: int = 1,
-    momentum: torch.Tensor | None = None,
+    chunk_size: int = 64,
     inner_loss: str = "squared",
     feature_map: str = "identity",
-    coefficients: torch.Tensor | None = None,
-    chunk_size: int = 64,
     read_before: bool = False,
-    initial_state: torch.Tensor | None = None,
-    initial_momentum: torch.Tensor | None = None,
-    tail_k: torch.Tensor | None = None,
-    tail_v: torch.Tensor | None = None,
-    tail_length: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
     concrete: bool = False,
-    **_: Any,
+    **rest: Any,
 ) -> OmegaShape:
-    given = OmegaTensors(
-        q, k, v, step, decay, window_gates, momentum, coefficients, initial_state,
-        initial_momentum, tail_k, tail_v, tail_length, cu_seqlens,
-    )  # fmt: skip
+    given = OmegaTensors._make((q, k, v, *map(rest.get, OmegaTensors._fields[3:])))
     return omega_shape(
         "omega_memory", given, window=window, chunk_size=chunk_size, inner_loss=inner_loss,
         feature_map=feature_map, read_before=read_before, concrete=concrete,

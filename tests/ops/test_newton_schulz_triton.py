@@ -198,6 +198,7 @@ def test_sums_of_the_last_tiles_are_split(
     batch: int, multiprocessors: int, parts: int, large: Any, monkeypatch: Any
 ) -> None:
     """Six tiles a matrix, a depth of five turns; one product after another in the same room."""
+    monkeypatch.setattr(large, "MOST_PARTS_OF_A_SUM", 8)
     monkeypatch.setattr(large, "LEAST_TURNS", 1)
     monkeypatch.setattr(large.Products, "cost", fixed_cost(0.5), raising=False)
     x = 0.1 * torch.randn(batch, 150, 304).half()

@@ -357,3 +357,10 @@ def test_more_errors() -> None:
         OP(**given, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))
     with pytest.raises(ValueError, match="no such implementation"):
         OP(**given, backend="triton")
+
+
+def test_explain_checks_as_the_call_does() -> None:
+    given = Case(carried=True).arguments(0, torch.float32, CPU)
+    assert ops.explain(OP, **given).backend == "eager"
+    with pytest.raises(TypeError, match="step has dtype"):
+        ops.explain(OP, **given | {"step": given["step"].half()})
