@@ -35,9 +35,6 @@ NORM_CONFIG = Config.make(4, 1)
 NORM_BLOCK = 2048
 MOST_PARTS = 512  # that a matrix is read in
 LEAST_ROWS = 129  # under it Triton keeps stacks on chip
-# A sum is split in as many parts, each of at least so many turns of the loop. One, which is none,
-# until a GPU has run and timed it.
-MOST_PARTS_OF_A_SUM, LEAST_PARTS_OF_A_SUM, LEAST_TURNS = 1, 3, 4
 RESTART = 2  # steps that R lives through
 MOST_TILES = 1024  # of a matrix that is one of few
 FOLD = 1.4  # a symmetric product that costs less is worth it for a·I, else torch adds a·X
@@ -125,14 +122,9 @@ class Products:
         # Fitted to single products on an H200: two blocks of a multiprocessor take 1.6 times as
         # long as one, one of 64 rows half as long as one of 128, torch 0.86 of our time a tile.
         at_once = Device.of(self.device).multiprocessors
-        full, self.left = divmod(self.batch * self.tiles, at_once)
-        self.most_parts = min(MOST_PARTS_OF_A_SUM, at_once // self.left) if self.left else 1
-        if not full or self.most_parts < LEAST_PARTS_OF_A_SUM:
-            self.most_parts = 1
-        waves = full + (1 / self.most_parts if self.left else 0.0)
+        waves = -(-self.batch * self.tiles // at_once)
         whole = self.batch * (rows / 128) ** 2 / at_once
         self.cost = max(1.0, 0.8 * waves * self.block / 128) / (0.86 * max(1.0, whole))
-        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def weight(self) -> float:
@@ -160,50 +152,27 @@ class Products:
             whole_product(left, right.mT, plus, out, beta=beta, alpha=alpha)
             return out
         block, depth = self.block, self.config["BLOCK_K"]
-        parts = self._parts(-(-left.shape[2] // depth))
-        units = self.batch * self.tiles
-        split = self.left if parts > 1 else 0
-        sums, arrived = self._room() if split else (None, None)
         arguments: dict[str, Any] = {
             "left": runtime.stack_tiles(left, block, depth),
             "right": runtime.stack_tiles(right, block, depth),
             "plus": None if plus is None else runtime.stack_tiles(plus, block, block),
             "out": runtime.stack_tiles(out, block, block),
-            "sums": sums,
-            "arrived": arrived,
             "n": self.rows,
             "k": left.shape[2],
             "tiles": self.tiles,
-            "whole": units - split,
             "alpha": alpha,
             "beta": beta,
             "gamma": gamma,
         }
         constants = {
             "PLUS": plus is not None,
-            "PARTS": parts,
             "BLOCK": block,
             "BLOCK_K": depth,
             "STAGES": self.config.num_stages,
         }
-        programs = units - split + split * parts
+        programs = self.batch * self.tiles
         runtime.launch(OP, KERNEL, programs, self.device, self.config, arguments, constants)
         return out
-
-    def _parts(self, turns: int) -> int:
-        """Parts of the sums of the tiles that are left, none of them empty."""
-        parts = min(self.most_parts, turns // LEAST_TURNS)
-        while parts > 1 and -(-turns // parts) * (parts - 1) >= turns:
-            parts -= 1
-        return max(1, parts)
-
-    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For parts of sums, and how many of each are there: used by one product after another."""
-        if self._places is None:
-            size = self.left * self.most_parts * self.block**2
-            sums = empty((size,), dtype=torch.float32, device=self.device)
-            self._places = sums, torch.zeros(self.left, dtype=torch.int32, device=self.device)
-        return self._places
 
 
 def whole_product(

@@ -2,15 +2,12 @@
 
 Everything that Newton–Schulz forms of a Gram matrix R, and R itself, is a polynomial in R. Such
 matrices are symmetric and commute, so that each product of two of them is one more.
-
-Where a few tiles are left when all multiprocessors have had theirs, their sums are split among
-programs, and the last to arrive adds the parts up, in fixed order.
 """
 
 import triton
 import triton.language as tl
 
-RUNTIME = ("n", "k", "tiles", "whole", "alpha", "beta", "gamma")
+RUNTIME = ("n", "k", "tiles", "alpha", "beta", "gamma")
 
 
 @triton.jit
@@ -22,70 +19,35 @@ def lower_tile(number):
     return row, number - row * (row + 1) // 2
 
 
-@triton.jit
-def _gathered(acc, sums, arrived, piece, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave a part of a sum; the last program to do so gets the whole sum, and True.
-
-    `piece` counts parts, PARTS to a sum. `arrived` holds a zero a sum, then and afterwards.
-    """
-    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(sums + piece * (BLOCK * BLOCK) + at, acc)
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived + piece // PARTS, 1) == PARTS - 1
-    if last:
-        first = piece // PARTS * PARTS
-        acc = tl.load(sums + first * (BLOCK * BLOCK) + at)
-        for part in tl.static_range(1, PARTS):
-            acc += tl.load(sums + (first + part) * (BLOCK * BLOCK) + at)
-        tl.store(arrived + piece // PARTS, 0)
-    return acc, last
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def symmetric_product(
-    left, right, plus, out, sums, arrived,
-    n: tl.int32, k: tl.int32, tiles: tl.int32, whole: tl.int32, alpha: tl.float32,
-    beta: tl.float32, gamma: tl.float32,
-    PLUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    left, right, plus, out,
+    n: tl.int32, k: tl.int32, tiles: tl.int32, alpha: tl.float32, beta: tl.float32,
+    gamma: tl.float32,
+    PLUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = alpha·left·rightᵀ + beta·plus + gamma·I, (B, n, n), of operands (B, n, k).
 
-    All four are descriptors of tiles. A program has one on or below the diagonal; with PARTS > 1,
-    of the tiles from `whole` on, one of PARTS parts of its sum. `sums`: room for all such parts.
+    All four are descriptors of tiles. A program has one on or below the diagonal.
     """
     number = tl.program_id(0)
-    piece = number - whole
-    first = 0
-    last = tl.cdiv(k, BLOCK_K)
-    if PARTS > 1:
-        if piece >= 0:
-            number = whole + piece // PARTS
-            turns = tl.cdiv(last, PARTS)
-            first = piece % PARTS * turns
-            last = tl.minimum(first + turns, last)
     matrix = number // tiles
     i, j = lower_tile(number % tiles)
     row0 = i * BLOCK
     col0 = j * BLOCK
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
+    for step in tl.range(0, tl.cdiv(k, BLOCK_K), num_stages=STAGES):
         a = left.load([matrix, row0, step * BLOCK_K]).reshape([BLOCK, BLOCK_K])
         b = right.load([matrix, col0, step * BLOCK_K]).reshape([BLOCK, BLOCK_K])
         acc = tl.dot(a, b.T, acc)  # [BLOCK, BLOCK]
-    complete = True
-    if PARTS > 1:
-        if piece >= 0:
-            acc, complete = _gathered(acc, sums, arrived, piece, PARTS, BLOCK)
-    if complete:
-        value = acc * alpha
-        if PLUS:
-            tile = plus.load([matrix, row0, col0]).reshape([BLOCK, BLOCK])
-            value += beta * tile.to(tl.float32)
-        rows = row0 + tl.arange(0, BLOCK)
-        cols = col0 + tl.arange(0, BLOCK)
-        value += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
-        value = value.to(out.dtype)
-        out.store([matrix, row0, col0], value.reshape([1, BLOCK, BLOCK]))
-        if i != j:
-            out.store([matrix, col0, row0], value.T.reshape([1, BLOCK, BLOCK]))
+    value = acc * alpha
+    if PLUS:
+        tile = plus.load([matrix, row0, col0]).reshape([BLOCK, BLOCK])
+        value += beta * tile.to(tl.float32)
+    rows = row0 + tl.arange(0, BLOCK)
+    cols = col0 + tl.arange(0, BLOCK)
+    value += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
+    value = value.to(out.dtype)
+    out.store([matrix, row0, col0], value.reshape([1, BLOCK, BLOCK]))
+    if i != j:
+        out.store([matrix, col0, row0], value.T.reshape([1, BLOCK, BLOCK]))

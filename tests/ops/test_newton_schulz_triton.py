@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastweights import ops, reference
-from fastweights.autotune import Config, Device, Space, choose, use_config
+from fastweights.autotune import Config, Space, choose, use_config
 from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
 from fastweights.ops import alloc, dispatch
@@ -191,29 +191,6 @@ def test_products_are_whole_where_half_of_them_leave_the_device_idle(large: Any)
             assert cost(batch, rows) < 0.8
         for batch, rows in ((1, 300), (1, 1024), (8, 512)):
             assert cost(batch, rows) > 1.0
-
-
-@pytest.mark.parametrize(("batch", "multiprocessors", "parts"), [(1, 5, 5), (2, 9, 3), (1, 6, 1)])
-def test_sums_of_the_last_tiles_are_split(
-    batch: int, multiprocessors: int, parts: int, large: Any, monkeypatch: Any
-) -> None:
-    """Six tiles a matrix, a depth of five turns; one product after another in the same room."""
-    monkeypatch.setattr(large, "MOST_PARTS_OF_A_SUM", 8)
-    monkeypatch.setattr(large, "LEAST_TURNS", 1)
-    monkeypatch.setattr(large.Products, "cost", fixed_cost(0.5), raising=False)
-    x = 0.1 * torch.randn(batch, 150, 304).half()
-    with assume_device(dataclasses.replace(Device.of(CPU), multiprocessors=multiprocessors)):
-        products = large.Products(shape_of(x), 150)
-        assert products._parts(5) == parts
-        with alloc.poison():
-            gram = products(x, x)
-            z = products(gram, gram, gram, alpha=0.5, beta=-2.0, gamma=3.0)
-    exact = x.double() @ x.double().mT
-    torch.testing.assert_close(gram.double(), exact, rtol=2e-3, atol=2e-3)
-    g = gram.double()
-    exact = 0.5 * g @ g - 2 * g + 3 * torch.eye(150, dtype=torch.float64)
-    torch.testing.assert_close(z.double(), exact, rtol=2e-3, atol=2e-2)
-    assert torch.equal(z, z.mT)
 
 
 # ---- few matrices of more than 128 rows ----------------------------------------------------------
