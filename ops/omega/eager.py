@@ -180,8 +180,8 @@ class Run:
 
         self.raw_q = by_head(given.q)
         self.raw_k, self.v, self.there = self._with_tail(tokens)
-        self.q = _features(shape, self.raw_q, given.coefficients)
-        self.k = _features(shape, self.raw_k, given.coefficients)
+        self.q = features(shape, self.raw_q, given.coefficients)
+        self.k = features(shape, self.raw_k, given.coefficients)
         self.step = by_head(given.step).to(acc)
         self.decay = None if given.decay is None else by_head(given.decay).to(acc)
         self.theta = None if given.momentum is None else by_head(given.momentum).to(acc)
@@ -396,8 +396,8 @@ class Run:
             if target is not None:
                 piece.here(target).add_(value.transpose(1, 2))
 
-        d_q, of_q = _features_backward(self.shape, self.raw_q, self.d_q, coefficients)
-        d_k, of_k = _features_backward(self.shape, self.raw_k, self.d_k, coefficients)
+        d_q, of_q = features_backward(self.shape, self.raw_q, self.d_q, coefficients)
+        d_k, of_k = features_backward(self.shape, self.raw_k, self.d_k, coefficients)
         put(grads.q, d_q)
         put(grads.k, d_k[:, :, older:])
         put(grads.v, self.d_v[:, :, older:])
@@ -431,7 +431,7 @@ def _powers(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> list[T
     return [part if part.ndim == 0 else part[:, None, None] for part in a.unbind(-1)]
 
 
-def _features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tensor:
+def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tensor:
     """φ(x) in x's dtype."""
     if shape.feature_map == "identity":
         return x
@@ -442,7 +442,7 @@ def _features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tens
     return total.to(x.dtype)
 
 
-def _features_backward(
+def features_backward(
     shape: OmegaShape, x: Tensor, d: Tensor, coefficients: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
     """The gradients of x and of the coefficients."""

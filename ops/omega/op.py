@@ -10,7 +10,7 @@ all that is saved. The tail of a call is cut from its keys and values outside of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ class OmegaShape:
 
     `batch` is the number of sequences, packed or not; `tokens` those of a row of the batch.
     `width` is that of a key, `wide` of its features, `values` of a value. `dot`: the inner loss is
-    −⟨φ(k) M, v⟩ instead of the squared error. `aligned`: q, k and v start and stride by 16 bytes.
+    −⟨φ(k) M, v⟩ instead of the squared error. `momentum`, `decay`: whether there are any.
+    `aligned`: q, k and v start and stride by 16 bytes. `backward`: it is that pass.
     """
 
     batch: int
@@ -48,7 +49,9 @@ class OmegaShape:
     momentum: bool
     packed: bool
     read_before: bool
+    decay: bool = True
     aligned: bool = True
+    backward: bool = False
 
     @property
     def acc(self) -> torch.dtype:
@@ -140,6 +143,7 @@ def _shape(
         momentum=given.momentum is not None,
         packed=cu is not None,
         read_before=read_before,
+        decay=given.decay is not None,
         aligned=not concrete or all(map(checks.aligned, (given.q, k, given.v))),
     )
 
@@ -292,10 +296,9 @@ def _forward_fake(call: _Call) -> tuple[torch.Tensor, ...]:
 
 def _backward_impl(upstream: Sequence[torch.Tensor], call: _Call) -> tuple[torch.Tensor, ...]:
     d_y, d_state, d_momentum = upstream
-    module = resolve(PACKAGE, call.shape, call.backend)
-    grads = module.bwd(
-        call.shape, d_y, d_state, d_momentum if call.shape.momentum else None, call.given
-    )
+    shape = replace(call.shape, backward=True)
+    module = resolve(PACKAGE, shape, call.backend)
+    grads = module.bwd(shape, d_y, d_state, d_momentum if shape.momentum else None, call.given)
     return tuple(d_y.new_empty(0) if g is None else g for g in grads)
 
 

@@ -1,0 +1,53 @@
+"""Triton backend: the launchers, those of backward in `triton_backward`.
+
+Kernels are in `triton_fwd` and `triton_bwd`, config spaces in `triton_spaces`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...autotune.space import Device
+from .. import triton_runtime as runtime
+from .op import OmegaShape, OmegaTensors
+from .triton_backward import Backward
+from .triton_forward import Call
+from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
+
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
+
+
+def supports(shape: OmegaShape, arch: str) -> str | None:
+    """None, or why Triton cannot run this call."""
+    if not runtime.installed():
+        return "Triton is not installed"
+    if arch == "cpu" and shape.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if arch != "cpu" and Device.of(shape.device).capability < 80:
+        return f"{arch} is older than sm_80"
+    reason = refusal(shape)
+    space = SPACE_BWD if shape.backward else SPACE_FWD
+    if reason is None and not space.fitting(bucket(shape), Device.of(shape.device)):
+        reason = f"no config fits into the shared memory of {arch}"
+    return reason
+
+
+def fwd(
+    shape: OmegaShape, given: OmegaTensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
+    call = Call(shape, given)
+    call.gates()
+    states, momenta, state, velocity = call.chain()
+    return call.reads(states, momenta), state, velocity
+
+
+def bwd(
+    shape: OmegaShape,
+    d_y: torch.Tensor,
+    d_state: torch.Tensor,
+    d_momentum: torch.Tensor | None,
+    given: OmegaTensors,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the first `DIFFERENTIABLE` tensors of a call."""
+    return Backward(shape, given, d_y, d_state, d_momentum).gradients()

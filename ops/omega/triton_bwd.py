@@ -1,0 +1,523 @@
+"""Backward of the Omega rule: the gradients that reads send into each chunk's memory, the walk back
+along a sequence, and all gradients of a chunk from those of the memory at its end.
+
+    omega_pull        every chunk by itself: what its reads add to the gradients of M and S
+    omega_chain_back  along a sequence: gradients of M and S at the end of every chunk, and in front
+                      of the first one
+    omega_gradients   every chunk by itself
+    omega_edges       keys that a chunk shares with the one behind it
+
+Notation and formulas are those of `eager.py`. Tables of two tokens have keys in front, so that no
+product needs the transpose of what was computed.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_chunks import (
+    load_older,
+    load_rows,
+    load_sums,
+    place_chunk,
+    shares,
+    table_of_decays,
+)
+from .triton_fwd import state_cells
+
+SIZES = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
+STRIDES = (
+    "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
+    "stride_vb", "stride_vt", "stride_vh", "stride_yb", "stride_yt", "stride_yh",
+)  # fmt: skip
+PULL_RUNTIME = (*SIZES, *(name for name in STRIDES if name[7] != "v"))
+CHAIN_RUNTIME = (*SIZES, "stride_kb", "stride_kt", "stride_kh")
+GRADIENTS_RUNTIME = (*SIZES, *STRIDES)
+EDGES_RUNTIME = SIZES
+
+
+@triton.jit
+def _rate(whole, rest, row, tokens, first, seen, size, DECAY: tl.constexpr):
+    """A of each token, as its read sees it."""
+    rate = tl.full(seen.shape, 1.0, tl.float32)
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, seen, size)
+        rate = tl.exp2(w.to(tl.float32) + r)
+    return rate
+
+
+@triton.jit
+def _carried(carry, row, tokens, first, seen, size):
+    """a of each token; 0 in front of the chunk."""
+    inside = (seen >= 0) & (seen < size)
+    return tl.load(carry + row.to(tl.int64) * tokens + first + seen, mask=inside, other=0.0)
+
+
+@triton.jit
+def _pulled(q, k, d_y, part, PRECISION: tl.constexpr):
+    """kᵀ (P ∘ q kᵀ)ᵀ dY of some keys."""
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, CHUNK]
+    mixed = tl.dot((part * scores).to(k.dtype), d_y, input_precision=PRECISION)
+    return tl.dot(tl.trans(k), mixed.to(k.dtype), input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=PULL_RUNTIME)
+def omega_pull(
+    q, k, d_y, tail_k, tail_length, cu, whole, rest, m_whole, m_rest, carry, weights,
+    pull, pull_momentum,
+    tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
+    window: tl.int32,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
+    stride_yb: tl.int64, stride_yt: tl.int64, stride_yh: tl.int64,
+    DOT: tl.constexpr, DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """pull, pull_momentum (slots, H, D, Dv), fp32, V columns of one head."""
+    head = tl.program_id(0) % heads
+    blocks = tl.cdiv(VALUES, V)
+    v0 = tl.program_id(0) // heads % blocks * V
+    slot = tl.program_id(0) // heads // blocks
+    sequence, batch, _, first, size, begin = place_chunk(
+        slot, cu, tokens, chunk, chunks, sequences, PACKED
+    )
+    if size > 0:
+        row = batch * heads + head
+        t = tl.arange(0, CHUNK)
+        seen = t - 1 if BEFORE else t
+        there = t < size
+        qt = load_rows(
+            q, batch, head, first + t, there, 0, stride_qb, stride_qt, stride_qh, WIDTH, D, ALIGNED
+        )
+        dy = load_rows(
+            d_y, batch, head, first + t, there, v0, stride_yb, stride_yt, stride_yh, VALUES, V,
+            ALIGNED,
+        )  # fmt: skip
+        wide = dy.to(tl.float32)
+        rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
+        scaled = (rate[:, None] * wide).to(qt.dtype)
+        total = tl.dot(tl.trans(qt), scaled, input_precision=PRECISION)  # [D, V]
+        if not DOT:
+            kt = load_rows(
+                k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D,
+                ALIGNED,
+            )  # fmt: skip
+            part = shares(
+                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, t,
+                DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+            )  # fmt: skip
+            total -= _pulled(qt, kt, dy, part, PRECISION)
+            if HALO > 0:
+                kt = load_older(
+                    k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1,
+                    0, stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
+                )  # fmt: skip
+                part = shares(
+                    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen,
+                    tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+                )  # fmt: skip
+                total -= _pulled(qt, kt, dy, part, PRECISION)
+        cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
+        to = (slot.to(tl.int64) * heads + head) * (WIDTH * VALUES)
+        tl.store(pull + to + cells, total, mask=inside)
+        if MOMENTUM:
+            a = _carried(carry, row, tokens, first, seen, size)
+            scaled = (a[:, None] * wide).to(qt.dtype)
+            total = tl.dot(tl.trans(qt), scaled, input_precision=PRECISION)
+            tl.store(pull_momentum + to + cells, total, mask=inside)
+
+
+@triton.jit
+def _sent_back(
+    k, d_state, d_momentum, write, push, MOMENTUM: tl.constexpr, PRECISION: tl.constexpr
+):
+    """kᵀ (P ∘ k dM + U ∘ k dS) of some keys."""
+    error = write[:, None] * tl.dot(k, d_state, input_precision=PRECISION)
+    if MOMENTUM:
+        error += push[:, None] * tl.dot(k, d_momentum, input_precision=PRECISION)
+    return tl.dot(tl.trans(k), error.to(k.dtype), input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=CHAIN_RUNTIME)
+def omega_chain_back(
+    k, tail_k, tail_length, cu, writes, pushes, ends, pull, pull_momentum, d_last, d_last_momentum,
+    d_states, d_momenta, d_initial, d_initial_momentum,
+    tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
+    window: tl.int32,
+    stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
+    DOT: tl.constexpr, MOMENTUM: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
+    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """V columns of one head of one sequence. d_states, d_momenta (slots, H, D, Dv), k's dtype."""
+    blocks = tl.cdiv(VALUES, V)
+    v0 = tl.program_id(0) % blocks * V
+    head = tl.program_id(0) // blocks % heads
+    sequence = tl.program_id(0) // blocks // heads
+    batch = sequence
+    begin = tokens * 0
+    slot0 = sequence * chunks
+    end = tokens
+    if PACKED:
+        batch = begin
+        begin = tl.load(cu + sequence)
+        end = tl.load(cu + sequence + 1)
+        slot0 = begin // chunk + sequence
+    count = tl.cdiv(end - begin, chunk)
+    cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
+    own = (sequence.to(tl.int64) * heads + head) * (WIDTH * VALUES)
+    dM = tl.load(d_last + own + cells, mask=inside, other=0.0)
+    dS = dM
+    if MOMENTUM:
+        dS = tl.load(d_last_momentum + own + cells, mask=inside, other=0.0)
+    t = tl.arange(0, CHUNK)
+    i = tl.arange(0, HALO) if HALO > 0 else t
+    for turn in tl.range(0, count, num_stages=STAGES):
+        number = count - 1 - turn
+        first = begin + number * chunk
+        size = tl.minimum(chunk, end - first)
+        at = (slot0 + number).to(tl.int64) * heads + head
+        place = at * (HALO + CHUNK)
+        low = dM.to(k.dtype.element_ty)
+        to = at * (WIDTH * VALUES)
+        tl.store(d_states + to + cells, low, mask=inside)
+        low_momentum = low
+        before = tl.load(ends + at * 3) * dM
+        before += tl.load(pull + to + cells, mask=inside, other=0.0)
+        if MOMENTUM:
+            low_momentum = dS.to(k.dtype.element_ty)
+            tl.store(d_momenta + to + cells, low_momentum, mask=inside)
+            dS = tl.load(ends + at * 3 + 1) * dM + tl.load(ends + at * 3 + 2) * dS
+            dS += tl.load(pull_momentum + to + cells, mask=inside, other=0.0)
+        dM = before
+        if not DOT:
+            kt = load_rows(
+                k, batch, head, first + t, t < size, 0, stride_kb, stride_kt, stride_kh, WIDTH, D,
+                ALIGNED,
+            )  # fmt: skip
+            write = tl.load(writes + (place + HALO + t))
+            push = write
+            if MOMENTUM:
+                push = tl.load(pushes + (place + HALO + t))
+            dM -= _sent_back(kt, low, low_momentum, write, push, MOMENTUM, PRECISION)
+            if HALO > 0:
+                kt = load_older(
+                    k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1,
+                    0, stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
+                )  # fmt: skip
+                write = tl.load(writes + (place + i))
+                push = write
+                if MOMENTUM:
+                    push = tl.load(pushes + (place + i))
+                dM -= _sent_back(kt, low, low_momentum, write, push, MOMENTUM, PRECISION)
+    tl.store(d_initial + own + cells, dM, mask=inside)
+    if MOMENTUM:
+        tl.store(d_initial_momentum + own + cells, dS, mask=inside)
+
+
+@triton.jit
+def _of_keys(
+    q, k, v, d_y, M, S, dM, dS, part, before, pushed_before, write, push, back, m_back,
+    left, left_momentum,
+    DOT: tl.constexpr, MOMENTUM: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What some keys get and give, [keys, …] or [keys, tokens]: d_k, d_v, their part of d_qᵀ
+    [D, tokens], gradients of the weights written, and sums over keys for decay and momentum.
+    """
+    error = -v.to(tl.float32)
+    if not DOT:
+        error += tl.dot(k, M, input_precision=PRECISION)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    d_mixed = -tl.dot(error.to(k.dtype), tl.trans(d_y), input_precision=PRECISION)
+    d_scores = (d_mixed * part).to(k.dtype)
+    along = tl.dot(k, dM, input_precision=PRECISION)
+    d_error = -tl.dot((part * scores).to(k.dtype), d_y, input_precision=PRECISION)
+    d_error -= write[:, None] * along
+    d_k = tl.dot(d_scores, q, input_precision=PRECISION)
+    d_k -= tl.dot((write[:, None] * error).to(k.dtype), tl.trans(dM), input_precision=PRECISION)
+    d_q = tl.dot(tl.trans(k), d_scores, input_precision=PRECISION)
+    # Gradients of P at every token: through its read, and at the last one through M.
+    d_write = tl.dot(d_mixed * scores, back, input_precision=GATES_PRECISION)
+    d_write -= tl.sum(error * along, 1)[:, None] * left[None, :]
+    d_decay = tl.sum(d_write * before, 0)
+    d_theta = d_decay
+    if MOMENTUM:
+        pushing = tl.dot(k, dS, input_precision=PRECISION)
+        d_error -= push[:, None] * pushing
+        d_k -= tl.dot((push[:, None] * error).to(k.dtype), tl.trans(dS), input_precision=PRECISION)
+        d_write = tl.dot(d_write, m_back, input_precision=GATES_PRECISION)
+        d_write -= tl.sum(error * pushing, 1)[:, None] * left_momentum[None, :]
+        d_theta = tl.sum(d_write * pushed_before, 0)
+    if not DOT:
+        d_k += tl.dot(d_error.to(k.dtype), tl.trans(M), input_precision=PRECISION)
+    return d_k, d_error, d_q, d_write, d_decay, d_theta
+
+
+@triton.jit
+def _store_rows(
+    x, edge, tile, head, heads, rows, own, at_edge, shared,
+    HALO: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows of a (B, T, H, ·) gradient whose sum is complete; those that a later chunk adds to go
+    to the edge (slots, H, HALO, ·).
+    """
+    cols = tl.arange(0, COLS)
+    fits = (cols < WIDTH)[None, :]
+    to = (rows.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    tl.store(x + to, tile.to(x.dtype.element_ty), mask=own[:, None] & fits)
+    if HALO > 0:
+        to = at_edge[:, None] * WIDTH + cols[None, :]
+        tl.store(edge + to, tile, mask=shared[:, None] & fits)
+
+
+@triton.jit(do_not_specialize=GRADIENTS_RUNTIME)
+def omega_gradients(
+    q, k, v, d_y, tail_k, tail_v, tail_length, step, window_gates, cu,
+    whole, rest, m_whole, m_rest, carry, weights, writes, pushes,
+    states, momenta, d_states, d_momenta,
+    d_q, d_k, d_v, edge_k, edge_v, older_k, older_v, d_step, d_decay, d_theta, d_gates,
+    tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
+    window: tl.int32,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
+    stride_yb: tl.int64, stride_yt: tl.int64, stride_yh: tl.int64,
+    DOT: tl.constexpr, DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
+    WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk and head. What older keys get is left in older_k and older_v
+    (slots, H, HALO, ·), what later chunks add to in edge_k and edge_v.
+    """
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
+    sequence, batch, _, first, size, begin = place_chunk(
+        slot, cu, tokens, chunk, chunks, sequences, PACKED
+    )
+    if size > 0:
+        row = batch * heads + head
+        end = tokens
+        if PACKED:
+            end = tl.load(cu + sequence + 1)
+        t = tl.arange(0, CHUNK)
+        seen = t - 1 if BEFORE else t
+        there = t < size
+        qt = load_rows(
+            q, batch, head, first + t, there, 0, stride_qb, stride_qt, stride_qh, WIDTH, D, ALIGNED
+        )
+        kt = load_rows(
+            k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D, ALIGNED
+        )
+        vt = load_rows(
+            v, batch, head, first + t, there, 0, stride_vb, stride_vt, stride_vh, VALUES, V, ALIGNED
+        )
+        dy = load_rows(
+            d_y, batch, head, first + t, there, 0, stride_yb, stride_yt, stride_yh, VALUES, V,
+            ALIGNED,
+        )  # fmt: skip
+        cells, inside = state_cells(D, V, 0, WIDTH, VALUES)
+        at = slot.to(tl.int64) * heads + head
+        M = tl.load(states + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
+        dM = tl.load(d_states + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
+        S = M
+        dS = dM
+        if MOMENTUM:
+            S = tl.load(momenta + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
+            dS = tl.load(d_momenta + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
+
+        # Tables that take gradients from the tokens that feel a token's gates back to it.
+        back = table_of_decays(whole, rest, row, tokens, first, seen, t, size, DECAY, False)
+        back = tl.where(there[:, None] & there[None, :], back, 0.0)  # [reading, written]
+        last = t * 0 + (size - 1)
+        left = _left(whole, rest, row, tokens, first, t, last, there, size, DECAY)
+        m_back = back
+        left_momentum = left
+        if MOMENTUM:
+            m_back = table_of_decays(m_whole, m_rest, row, tokens, first, t, t, size, True, False)
+            m_back = tl.where(there[:, None] & there[None, :], m_back, 0.0)
+            left_momentum = _left(m_whole, m_rest, row, tokens, first, t, last, there, size, True)
+
+        wide_q = tl.trans(qt).to(tl.float32)  # [D, CHUNK]
+        from_state = tl.dot(M, tl.trans(dy), input_precision=PRECISION)  # [D, CHUNK]
+        rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
+        dq = rate[None, :] * from_state
+        # d_rate of each read, and of the last token through M; then of every token.
+        d_rate = tl.sum(wide_q * from_state, 0)
+        d_rate = tl.sum(d_rate[:, None] * back, 0)
+        d_rate += left * tl.sum(tl.sum(M.to(tl.float32) * dM.to(tl.float32), 1), 0)
+        d_alpha = d_rate * _rate(whole, rest, row, tokens, first, t - 1, size, DECAY)
+        d_m = d_alpha
+        if MOMENTUM:
+            from_momentum = tl.dot(S, tl.trans(dy), input_precision=PRECISION)
+            dq += _carried(carry, row, tokens, first, seen, size)[None, :] * from_momentum
+            d_carry = tl.sum(wide_q * from_momentum, 0)
+            d_carry = tl.sum(d_carry[:, None] * back, 0)
+            d_carry += left * tl.sum(tl.sum(S.to(tl.float32) * dM.to(tl.float32), 1), 0)
+            d_alpha += d_carry * _carried(carry, row, tokens, first, t - 1, size)
+            d_drop = tl.sum(d_carry[:, None] * m_back, 0)
+            d_drop += left_momentum * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
+            d_m = d_drop * _rate(m_whole, m_rest, row, tokens, first, t - 1, size, True)
+
+        part = shares(
+            whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, t,
+            DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+        )  # fmt: skip
+        before = part
+        if not BEFORE and (DECAY or MOMENTUM):
+            before = shares(
+                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1, t,
+                DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+            )  # fmt: skip
+        pushed = before
+        if MOMENTUM:
+            pushed = shares(
+                m_whole, m_rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
+                t, True, False, True, GATES_PRECISION, CHUNK,
+            )  # fmt: skip
+        place = at * (HALO + CHUNK)
+        write = tl.load(writes + (place + HALO + t))
+        push = write
+        if MOMENTUM:
+            push = tl.load(pushes + (place + HALO + t))
+        dk, dv, add_q, d_write, add_alpha, add_m = _of_keys(
+            qt, kt, vt, dy, M, S, dM, dS, part, before, pushed, write, push, back, m_back,
+            left, left_momentum, DOT, MOMENTUM, PRECISION, GATES_PRECISION,
+        )  # fmt: skip
+        dq += add_q
+        d_alpha += add_alpha
+        d_m += add_m
+        shared = there & (t >= size - (window - 1)) & (first + size < end)
+        at_edge = at * HALO + HALO - size + t
+        rows = batch * tokens + first + t
+        own = there & ~shared
+        _store_rows(d_k, edge_k, dk, head, heads, rows, own, at_edge, shared, HALO, WIDTH, D)
+        _store_rows(d_v, edge_v, -dv, head, heads, rows, own, at_edge, shared, HALO, VALUES, V)
+
+        older_write = d_write
+        if HALO > 0:
+            i = tl.arange(0, HALO)
+            kt = load_older(
+                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1, 0,
+                stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            vt = load_older(
+                v, tail_v, tail_length, sequence, batch, head, heads, first, begin, window - 1, 0,
+                stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            part = shares(
+                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen,
+                i - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+            )  # fmt: skip
+            before = part
+            if not BEFORE and (DECAY or MOMENTUM):
+                before = shares(
+                    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
+                    i - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+                )  # fmt: skip
+            pushed = before
+            if MOMENTUM:
+                pushed = shares(
+                    m_whole, m_rest, m_whole, m_rest, weights, row, tokens, first, size, window,
+                    t - 1, i - HALO, True, False, True, GATES_PRECISION, CHUNK,
+                )  # fmt: skip
+            write = tl.load(writes + (place + i))
+            push = write
+            if MOMENTUM:
+                push = tl.load(pushes + (place + i))
+            dk, dv, add_q, older_write, add_alpha, add_m = _of_keys(
+                qt, kt, vt, dy, M, S, dM, dS, part, before, pushed, write, push, back, m_back,
+                left, left_momentum, DOT, MOMENTUM, PRECISION, GATES_PRECISION,
+            )  # fmt: skip
+            dq += add_q
+            d_alpha += add_alpha
+            d_m += add_m
+            d = tl.arange(0, D)
+            e = tl.arange(0, V)
+            to = (at * HALO + i)[:, None]
+            fits = (i >= 0)[:, None] & (d < WIDTH)[None, :]
+            tl.store(older_k + (to * WIDTH + d[None, :]), dk, mask=fits)
+            fits = (i >= 0)[:, None] & (e < VALUES)[None, :]
+            tl.store(older_v + (to * VALUES + e[None, :]), -dv, mask=fits)
+
+        d = tl.arange(0, D)
+        to = (rows.to(tl.int64) * heads + head)[None, :] * WIDTH + d[:, None]
+        fits = there[None, :] & (d < WIDTH)[:, None]
+        tl.store(d_q + to, dq.to(d_q.dtype.element_ty), mask=fits)
+        to = rows.to(tl.int64) * heads + head
+        if DECAY:
+            tl.store(d_decay + to, d_alpha, mask=there)
+        if MOMENTUM:
+            tl.store(d_theta + to, d_m, mask=there)
+        # A weight's gradient is that of its key at its token.
+        s = tl.load(step + to, mask=there, other=0.0)
+        total = tl.zeros([CHUNK], tl.float32)
+        lag = window * 0
+        while lag < window:
+            gradient = tl.sum(tl.where(t[:, None] == t[None, :] - lag, d_write, 0.0), 0)
+            if HALO > 0:
+                keys = tl.arange(0, HALO) - HALO
+                older = tl.where(keys[:, None] == t[None, :] - lag, older_write, 0.0)
+                gradient += tl.sum(older, 0)
+            gate = tl.full([CHUNK], 1.0, tl.float32) / window
+            if GATES:
+                gate = tl.load(window_gates + to * window + lag, mask=there, other=0.0)
+                tl.store(d_gates + to * window + lag, gradient * s, mask=there)
+            total += gradient * gate
+            lag += 1
+        tl.store(d_step + to, total, mask=there)
+
+
+@triton.jit
+def _left(whole, rest, row, tokens, first, t, last, there, size, DECAY: tl.constexpr):
+    """The decays behind each token of a chunk up to its last one."""
+    left = tl.where(there, 1.0, 0.0)
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, last, size)
+        v, s = load_sums(whole, rest, row, tokens, first, t, size)
+        exponent = tl.where(there, (w - v).to(tl.float32) + (r - s), 0.0)
+        left = tl.where(there, tl.exp2(exponent), 0.0)
+    return left
+
+
+@triton.jit(do_not_specialize=EDGES_RUNTIME)
+def omega_edges(
+    edge, older, d_x, d_tail, tail_length, cu,
+    tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
+    window: tl.int32,
+    PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
+    HALO: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the keys (or values) in front of a chunk: what the two chunks gave each, or,
+    in front of a sequence, those of the tail (N, window − 1, H, ·).
+    """
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
+    sequence, batch, number, first, size, _ = place_chunk(
+        slot, cu, tokens, chunk, chunks, sequences, PACKED
+    )
+    if size > 0:
+        i = tl.arange(0, HALO) - HALO
+        cols = tl.arange(0, COLS)
+        known = i >= 1 - window
+        mask = known[:, None] & (cols < WIDTH)[None, :]
+        at = (slot.to(tl.int64) * heads + head) * HALO + HALO + i
+        total = tl.load(older + (at[:, None] * WIDTH + cols[None, :]), mask=mask, other=0.0)
+        if number > 0:
+            at -= heads * HALO
+            total += tl.load(edge + (at[:, None] * WIDTH + cols[None, :]), mask=mask, other=0.0)
+            to = (batch * tokens + first + i).to(tl.int64) * heads + head
+            to = to[:, None] * WIDTH + cols[None, :]
+            tl.store(d_x + to, total.to(d_x.dtype.element_ty), mask=mask)
+        elif TAIL:
+            length = window - 1
+            if LENGTHS:
+                length = tl.minimum(tl.load(tail_length + sequence), length)
+            total = tl.where((i >= -length)[:, None], total, 0.0)
+            to = (sequence.to(tl.int64) * (window - 1) + (window - 1) + i) * heads + head
+            to = to[:, None] * WIDTH + cols[None, :]
+            tl.store(d_tail + to, total.to(d_tail.dtype.element_ty), mask=mask)

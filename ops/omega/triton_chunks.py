@@ -1,0 +1,195 @@
+"""What the kernels of the Omega rule share: where a chunk lies, its rows, decays, and weights P.
+
+A *slot* is one chunk of one sequence, a *row* one head of one row of the batch. Gates come as
+`omega_gates` leaves them, a row's tokens side by side.
+
+Products of decays are not scanned over two tokens. Each token holds the logarithm to base 2 of the
+product from its chunk's first token on, in two parts: a whole number that is exact, and a small
+rest. The decays after token s up to t are then 2 to the difference, to about 1e-6 whatever lies
+before s; a decay of 0 is a whole number so low that nothing is left.
+"""
+
+import triton
+import triton.language as tl
+
+ZERO = tl.constexpr(1 << 16)  # exponent of a decay of 0, beyond any sum of real ones
+
+
+@triton.jit
+def place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED: tl.constexpr):
+    """Of a slot: its sequence, row of the batch, number in the sequence; its first token there,
+    its tokens (none: nothing to do), and the sequence's first token.
+
+    Sequence s of packed ones owns the slots from cu[s] // chunk + s on.
+    """
+    begin = tokens * 0
+    batch = begin
+    end = tokens
+    if PACKED:
+        low = begin
+        high = sequences
+        while high - low > 1:
+            middle = (low + high) // 2
+            before = tl.load(cu + middle) // chunk + middle <= slot
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle)
+        sequence = low
+        begin = tl.load(cu + sequence)
+        end = tl.load(cu + sequence + 1)
+        number = slot - (begin // chunk + sequence)
+    else:
+        sequence = slot // chunks
+        number = slot % chunks
+        batch = sequence
+    first = begin + number * chunk
+    return sequence, batch, number, first, tl.minimum(chunk, end - first), begin
+
+
+@triton.jit
+def load_rows(
+    x, batch, head, rows, there, col0, stride_b, stride_t, stride_h,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Tokens `rows` of one head, columns from `col0` on, as [rows, COLS]; zeros where `there` is
+    False and past WIDTH.
+    """
+    cols = col0 + tl.arange(0, COLS)  # [COLS]
+    at = batch.to(tl.int64) * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_t
+    pointers = x + (at + cols[None, :])
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, (16, 16))
+    return tl.load(pointers, mask=there[:, None] & (cols < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_older(
+    x, tail, tail_length, sequence, batch, head, heads, first, begin, older, col0,
+    stride_b, stride_t, stride_h,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, HALO: tl.constexpr, ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """The `older` tokens in front of token `first` as the last rows of [HALO, COLS], else zeros.
+
+    Those in front of the sequence are in `tail` (N, older, H, WIDTH), the newest last.
+    """
+    i = tl.arange(0, HALO) - HALO  # [HALO], −1 is the newest
+    rows = first + i
+    there = (rows >= begin) & (i >= -older)
+    tile = load_rows(
+        x, batch, head, rows, there, col0, stride_b, stride_t, stride_h, WIDTH, COLS, ALIGNED
+    )
+    if TAIL:
+        length = older
+        if LENGTHS:
+            length = tl.minimum(tl.load(tail_length + sequence), older)
+        before = rows - begin  # negative where the row is in the tail
+        there = (before < 0) & (before >= -length) & (i >= -older)
+        cols = col0 + tl.arange(0, COLS)
+        at = ((sequence.to(tl.int64) * older + older + before)[:, None] * heads + head) * WIDTH
+        mask = there[:, None] & (cols < WIDTH)[None, :]
+        tile += tl.load(tail + (at + cols[None, :]), mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_sums(whole, rest, row, tokens, first, at, size):
+    """The two parts of the logarithm at tokens `at` of a chunk; 0 in front of it."""
+    inside = (at >= 0) & (at < size)
+    where = row.to(tl.int64) * tokens + first + at
+    return tl.load(whole + where, mask=inside, other=0), tl.load(
+        rest + where, mask=inside, other=0.0
+    )
+
+
+@triton.jit
+def decays(later, whole, rest, whole_before, rest_before):
+    """The product of decays between two tokens, 0 where `later` is False."""
+    exponent = (whole - whole_before).to(tl.float32) + (rest - rest_before)
+    return tl.where(later, tl.exp2(tl.where(later, exponent, 0.0)), 0.0)
+
+
+@triton.jit
+def decay_of(whole, rest, row, tokens, first, at, size, DECAY: tl.constexpr):
+    """The decays of single tokens; 0 outside the chunk."""
+    inside = (at >= 0) & (at < size)
+    decay = tl.where(inside, 1.0, 0.0)
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, at, size)
+        v, s = load_sums(whole, rest, row, tokens, first, at - 1, size)
+        decay = decays(inside, w, r, v, s)
+    return decay
+
+
+@triton.jit
+def _down(x, FIRST: tl.constexpr):
+    """A vector as a column, or as a row."""
+    return x[:, None] if FIRST else x[None, :]
+
+
+@triton.jit
+def table_of_decays(
+    whole, rest, row, tokens, first, at, after, size, DECAY: tl.constexpr,
+    AFTER_FIRST: tl.constexpr,
+):  # fmt: skip
+    """[at, after] or [after, at]: the product of decays of the tokens behind `after` up to `at`; 0
+    where `at` is in front of it.
+    """
+    later = _down(at, not AFTER_FIRST) >= _down(after, AFTER_FIRST)
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, at, size)
+        v, s = load_sums(whole, rest, row, tokens, first, after, size)
+        table = decays(
+            later, _down(w, not AFTER_FIRST), _down(r, not AFTER_FIRST),
+            _down(v, AFTER_FIRST), _down(s, AFTER_FIRST),
+        )  # fmt: skip
+    else:
+        table = tl.where(later, 1.0, 0.0)
+    return table
+
+
+@triton.jit
+def shares(
+    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, at, keys,
+    DECAY: tl.constexpr, MOMENTUM: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """P [at, keys] or [keys, at]: what is left at a token of all that was written of a key.
+
+    Both count from the chunk's first token, keys may be older. From the longest lag to lag 0, the
+    writing token comes one nearer to its key, and the decay of the token it leaves joins in.
+    """
+    s = keys + (window - 1)  # [keys] writing token
+    alone = table_of_decays(whole, rest, row, tokens, first, at, s, size, DECAY, KEYS_FIRST)
+    both = alone  # with what came by way of the momentum
+    if MOMENTUM:
+        t = tl.arange(0, CHUNK)
+        there = t < size
+        in_state = table_of_decays(whole, rest, row, tokens, first, at, t, size, DECAY, KEYS_FIRST)
+        in_state = tl.where(_down(there, KEYS_FIRST), in_state, 0.0)
+        in_momentum = table_of_decays(
+            m_whole, m_rest, row, tokens, first, t, s, size, True, KEYS_FIRST
+        )
+        if KEYS_FIRST:
+            both = tl.dot(in_momentum, in_state, input_precision=PRECISION)
+        else:
+            both = tl.dot(in_state, in_momentum, input_precision=PRECISION)
+    total = tl.zeros_like(alone)
+    lag = window - 1
+    while lag >= 0:
+        inside = (s >= 0) & (s < size)
+        where = row.to(tl.int64) * window * tokens + lag * tokens + first + s
+        w = tl.load(weights + where, mask=inside, other=0.0)
+        total += both * _down(w, KEYS_FIRST)
+        # Token s joins for those behind it; token s − 1 is new where it is the last one.
+        start = tl.where(_down(at, not KEYS_FIRST) == _down(s, KEYS_FIRST) - 1, 1.0, 0.0)
+        decay = _down(decay_of(whole, rest, row, tokens, first, s, size, DECAY), KEYS_FIRST)
+        if MOMENTUM:
+            theta = decay_of(m_whole, m_rest, row, tokens, first, s, size, True)
+            both = alone * decay + both * _down(theta, KEYS_FIRST) + start
+            alone = alone * decay + start
+        else:
+            both = both * decay + start
+            alone = both
+        s -= 1
+        lag -= 1
+    return total

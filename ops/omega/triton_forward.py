@@ -1,0 +1,241 @@
+"""One call of the Triton backend: its tensors as the kernels take them, and the forward launches.
+
+Elementwise features are formed by torch before the kernels, which know no feature map, and in k's
+dtype, as products take them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...autotune.space import Config, Device, choose
+from .. import triton_runtime as runtime
+from ..alloc import empty
+from ..checks import aligned, last_contiguous
+from .eager import features
+from .op import OmegaShape, OmegaTensors
+from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, halo_of, padded
+
+GATE_HEADS = 8  # heads of a program of `omega_gates`
+GATES_CONFIG = Config.make(4, 1, "fma")
+
+
+class Call:
+    """One call's tensors as the kernels take them, and its launches."""
+
+    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
+        self.shape = shape
+        self.device = shape.device
+        self.config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
+        self.q, self.k, self.tail_k = (
+            None if x is None else _features(shape, x, given.coefficients)
+            for x in (given.q, given.k, given.tail_k)
+        )
+        self.q, self.k, self.v = (last_contiguous(x) for x in (self.q, self.k, given.v))
+        self.given = given
+        self.gate = {
+            name: None if x is None else x.contiguous()
+            for name, x in (
+                ("step", given.step), ("decay", given.decay), ("momentum", given.momentum),
+                ("window_gates", given.window_gates),
+            )
+        }  # fmt: skip
+        chunk = shape.chunk_size
+        self.chunks = -(-shape.tokens // chunk)
+        self.slots = shape.batch * self.chunks
+        if shape.packed:
+            self.slots = shape.tokens // chunk + shape.batch
+        self.halo = halo_of(shape)
+        rows = 1 if shape.packed else shape.batch
+        self.row = (rows, shape.heads, shape.tokens)
+        self.sizes = {
+            "tokens": shape.tokens,
+            "heads": shape.heads,
+            "sequences": shape.batch,
+            "chunk": chunk,
+            "chunks": self.chunks,
+            "window": shape.window,
+        }
+        self.flags = {
+            "DOT": shape.dot,
+            "MOMENTUM": shape.momentum,
+            "PACKED": shape.packed,
+            "TAIL": given.tail_k is not None and shape.window > 1,
+            "LENGTHS": given.tail_length is not None and shape.window > 1,
+            "ALIGNED": all(map(self.aligned, (self.q, self.k, self.v))),
+            "CHUNK": padded(chunk),
+            "HALO": self.halo,
+            "WIDTH": shape.wide,
+            "VALUES": shape.values,
+            "D": padded(shape.wide),
+            "PRECISION": self._precision(),
+        }
+        self.older = {
+            "tail_k": None if self.tail_k is None else self.tail_k.contiguous(),
+            "tail_v": None if given.tail_v is None else given.tail_v.contiguous(),
+            "tail_length": given.tail_length,
+        }
+
+    @property
+    def gates_precision(self) -> str:
+        """How tables of decays are multiplied."""
+        return "tf32" if self.shape.dtype.itemsize == 2 else self.flags["PRECISION"]
+
+    @staticmethod
+    def aligned(x: torch.Tensor) -> bool:
+        """Whether rows start on multiples of 16 bytes; True for one that records what compiles."""
+        return x.device.type == "meta" or aligned(x)
+
+    def _precision(self) -> str:
+        if self.shape.dtype != torch.float32 or self.device.type == "cpu":
+            return "ieee"
+        return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+    def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new tensor, fp32 by default."""
+        return empty(size, dtype=dtype, device=self.device)
+
+    def when(self, needed: bool, *size: int) -> torch.Tensor | None:
+        """A new fp32 tensor where one is needed."""
+        return self.empty(*size) if needed else None
+
+    def gates(self) -> None:
+        """Everything that depends on gates alone."""
+        shape, gate = self.shape, self.gate
+        decay, momentum = shape.decay, shape.momentum
+        batch, heads, tokens = self.row
+        words = [
+            empty(self.row, dtype=torch.int32, device=self.device) if there else None
+            for there in (decay, momentum)
+        ]
+        edge = (self.slots, heads, self.halo + padded(shape.chunk_size))
+        self.sums = {
+            "whole": words[0],
+            "rest": self.when(decay, *self.row),
+            "m_whole": words[1],
+            "m_rest": self.when(momentum, *self.row),
+        }
+        self.carry = self.when(momentum, *self.row)
+        self.weights = self.empty(batch, heads, shape.window, tokens)
+        self.edges = {
+            "writes": self.empty(*edge),
+            "pushes": self.when(momentum, *edge),
+            "ends": self.empty(self.slots, heads, 3),
+        }
+        arguments: dict[str, Any] = {
+            **gate,
+            "cu": self.given.cu_seqlens,
+            **self.sums,
+            "carry": self.carry,
+            "left": self.empty(*self.row),
+            "push": self.when(momentum, *self.row),
+            "weights": self.weights,
+            **self.edges,
+            **self.sizes,
+        }
+        constants = {
+            "DECAY": decay,
+            "GATES": gate["window_gates"] is not None,
+            **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
+            "HEADS": GATE_HEADS,
+        }
+        programs = self.slots * -(-heads // GATE_HEADS)
+        kernel = (KERNELS, "omega_gates")
+        runtime.launch(OP, kernel, programs, self.device, GATES_CONFIG, arguments, constants)
+
+    def chain(self) -> tuple[torch.Tensor, ...]:
+        """M and S at the begin of each chunk, in k's dtype, and after the last token."""
+        shape, given = self.shape, self.given
+        each = (self.slots, shape.heads, shape.wide, shape.values)
+        last = (shape.batch, shape.heads, shape.wide, shape.values)
+        states = empty(each, dtype=shape.dtype, device=self.device)
+        state = self.empty(*last)
+        momenta = velocity = None
+        if shape.momentum:
+            momenta = empty(each, dtype=shape.dtype, device=self.device)
+            velocity = self.empty(*last)
+        config = self.config
+        starts = {
+            name: None if x is None else x.contiguous()
+            for name, x in (
+                ("initial_state", given.initial_state),
+                ("initial_momentum", given.initial_momentum),
+            )
+        }
+        arguments: dict[str, Any] = {
+            "k": self.k,
+            "v": self.v,
+            **self.older,
+            "cu": given.cu_seqlens,
+            **self.edges,
+            **starts,
+            "states": states,
+            "momenta": momenta,
+            "state": state,
+            "velocity": velocity,
+            **self.sizes,
+            "slots": self.slots,
+            **strides("k", self.k),
+            **strides("v", self.v),
+        }
+        constants = {
+            **self.flags,
+            "INITIAL": starts["initial_state"] is not None,
+            "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
+            "V": config["CHAIN_V"],
+            "STAGES": config.num_stages,
+        }
+        programs = shape.batch * shape.heads * -(-shape.values // config["CHAIN_V"])
+        runtime.launch(
+            OP, (KERNELS, "omega_chain"), programs, self.device, config, arguments, constants
+        )
+        return states, momenta, state, velocity
+
+    def reads(self, states: torch.Tensor, momenta: torch.Tensor | None) -> torch.Tensor:
+        """y; of packed calls the padding behind the last sequence is 0."""
+        shape, config = self.shape, self.config
+        y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
+        if shape.packed:
+            y.zero_()
+        arguments: dict[str, Any] = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            **self.older,
+            "cu": self.given.cu_seqlens,
+            **self.sums,
+            "carry": self.carry,
+            "weights": self.weights,
+            "states": states,
+            "momenta": momenta,
+            "y": y,
+            **self.sizes,
+            **strides("q", self.q),
+            **strides("k", self.k),
+            **strides("v", self.v),
+        }
+        constants = {
+            **self.flags,
+            "DECAY": shape.decay,
+            "BEFORE": shape.read_before,
+            "V": config["READ_V"],
+            "GATES_PRECISION": self.gates_precision,
+        }
+        programs = self.slots * shape.heads * -(-shape.values // config["READ_V"])
+        kernel, launched = (KERNELS, "omega_reads"), Config.make(config["READ_WARPS"], 1)
+        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        return y
+
+
+def _features(
+    shape: OmegaShape, x: torch.Tensor, coefficients: torch.Tensor | None
+) -> torch.Tensor:
+    """φ(x) of (B, T, H, d), in x's dtype."""
+    return features(shape, x.transpose(1, 2), coefficients).transpose(1, 2).to(x.dtype)
+
+
+def strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    """Strides of a (B, T, H, ·) tensor but the last, which is 1."""
+    return {f"stride_{name}{axis}": stride for axis, stride in zip("bth", x.stride(), strict=False)}
