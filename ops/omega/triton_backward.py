@@ -138,12 +138,21 @@ class Backward(Call):
         d_decay = new(*gates) if shape.decay else None
         d_theta = new(*gates) if shape.momentum else None
         d_gates = None if given.window_gates is None else new(*gates, shape.window)
-        edges = {
-            name: self.when(halo > 0, self.slots, heads, halo, width)
+        edge = (self.slots, heads, halo)
+        parts = {
+            name: self.when(halo > 0, *edge, width)
             for name, width in (
                 ("edge_k", wide), ("edge_v", values), ("older_k", wide), ("older_v", values),
             )
         }  # fmt: skip
+        older = {
+            "older_scores": (
+                self.empty(*edge, self.flags["CHUNK"], dtype=shape.dtype) if halo else None
+            ),
+            "older_weights": self.when(halo > 0, rows, heads, shape.window, tokens),
+            "older_alpha": self.when(halo > 0 and shape.decay, *self.row),
+            "older_theta": self.when(halo > 0 and shape.momentum, *self.row),
+        }
         arguments: dict[str, Any] = {
             "q": self.q,
             "k": self.k,
@@ -165,7 +174,7 @@ class Backward(Call):
             "d_q": d_q,
             "d_k": d_k,
             "d_v": d_v,
-            **edges,
+            **older,
             "d_step": d_step,
             "d_decay": d_decay,
             "d_theta": d_theta,
@@ -179,12 +188,18 @@ class Backward(Call):
         constants = {
             **self.reading,
             "GATES": given.window_gates is not None,
-            "V": padded(values),
+            "V": self.config["VALUES_V"],
         }
         config = Config.make(self.config["WARPS"], 1)
-        self._launch("omega_gradients", self.slots * heads, config, arguments, constants)
-        d_tail_k = self._edges(edges["edge_k"], edges["older_k"], d_k, given.tail_k, wide)
-        d_tail_v = self._edges(edges["edge_v"], edges["older_v"], d_v, given.tail_v, values)
+        for of_older in (True, False) if halo else (False,):  # the second adds the first's
+            side = "older" if of_older else "edge"
+            places = {"edge_k": parts[f"{side}_k"], "edge_v": parts[f"{side}_v"]}
+            self._launch(
+                "omega_gradients", self.slots * heads, config, arguments | places,
+                constants | {"OLDER": of_older},
+            )  # fmt: skip
+        d_tail_k = self._edges(parts["edge_k"], parts["older_k"], d_k, given.tail_k, wide)
+        d_tail_v = self._edges(parts["edge_v"], parts["older_v"], d_v, given.tail_v, values)
         d_coefficients = None
         if self.mapped:
             d_q, of_q = self._through_map(given.q, d_q)

@@ -218,59 +218,28 @@ def omega_chain_back(
 
 
 @triton.jit
-def _of_keys(
-    q, k, v, d_y, M, S, dM, dS, part, before, pushed_before, write, push, back, m_back,
-    left, left_momentum,
-    DOT: tl.constexpr, MOMENTUM: tl.constexpr, PRECISION: tl.constexpr,
-    GATES_PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What some keys get and give, [keys, …] or [keys, tokens]: d_k, d_v, their part of d_qᵀ
-    [D, tokens], gradients of the weights written, and sums over keys for decay and momentum.
-    """
-    error = -v.to(tl.float32)
-    if not DOT:
-        error += tl.dot(k, M, input_precision=PRECISION)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    d_mixed = -tl.dot(error.to(k.dtype), tl.trans(d_y), input_precision=PRECISION)
-    d_scores = (d_mixed * part).to(k.dtype)
-    along = tl.dot(k, dM, input_precision=PRECISION)
-    d_error = -tl.dot((part * scores).to(k.dtype), d_y, input_precision=PRECISION)
-    d_error -= write[:, None] * along
-    d_k = tl.dot(d_scores, q, input_precision=PRECISION)
-    d_k -= tl.dot((write[:, None] * error).to(k.dtype), tl.trans(dM), input_precision=PRECISION)
-    d_q = tl.dot(tl.trans(k), d_scores, input_precision=PRECISION)
-    # Gradients of P at every token: through its read, and at the last one through M.
-    d_write = tl.dot(d_mixed * scores, back, input_precision=GATES_PRECISION)
-    d_write -= tl.sum(error * along, 1)[:, None] * left[None, :]
-    d_decay = tl.sum(d_write * before, 0)
-    d_theta = d_decay
-    if MOMENTUM:
-        pushing = tl.dot(k, dS, input_precision=PRECISION)
-        d_error -= push[:, None] * pushing
-        d_k -= tl.dot((push[:, None] * error).to(k.dtype), tl.trans(dS), input_precision=PRECISION)
-        d_write = tl.dot(d_write, m_back, input_precision=GATES_PRECISION)
-        d_write -= tl.sum(error * pushing, 1)[:, None] * left_momentum[None, :]
-        d_theta = tl.sum(d_write * pushed_before, 0)
-    if not DOT:
-        d_k += tl.dot(d_error.to(k.dtype), tl.trans(M), input_precision=PRECISION)
-    return d_k, d_error, d_q, d_write, d_decay, d_theta
+def _store_rows(x, tile, head, heads, rows, mask, WIDTH: tl.constexpr, col0, COLS: tl.constexpr):
+    """Rows of a (…, H, WIDTH) tensor, columns from `col0` on."""
+    cols = col0 + tl.arange(0, COLS)
+    to = (rows.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    fits = mask[:, None] & (cols < WIDTH)[None, :]
+    tl.store(x + to, tile.to(x.dtype.element_ty), mask=fits)
 
 
 @triton.jit
-def _store_rows(
-    x, edge, tile, head, heads, rows, own, at_edge, shared,
-    HALO: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
+def _store_keys(
+    x, edge, tile, head, heads, rows, own, at_edge, shared, col0,
+    OLDER: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a (B, T, H, ·) gradient whose sum is complete; those that a later chunk adds to go
-    to the edge (slots, H, HALO, ·).
+    """Rows whose sum is complete go to x (B, T, H, ·); those that two chunks add to wait at the
+    edge (slots, H, HALO, ·).
     """
-    cols = tl.arange(0, COLS)
-    fits = (cols < WIDTH)[None, :]
-    to = (rows.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
-    tl.store(x + to, tile.to(x.dtype.element_ty), mask=own[:, None] & fits)
+    if not OLDER:
+        _store_rows(x, tile, head, heads, rows, own, WIDTH, col0, COLS)
     if HALO > 0:
+        cols = col0 + tl.arange(0, COLS)
         to = at_edge[:, None] * WIDTH + cols[None, :]
-        tl.store(edge + to, tile, mask=shared[:, None] & fits)
+        tl.store(edge + to, tile, mask=shared[:, None] & (cols < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=GRADIENTS_RUNTIME)
@@ -278,21 +247,26 @@ def omega_gradients(
     q, k, v, d_y, tail_k, tail_v, tail_length, step, window_gates, cu,
     whole, rest, m_whole, m_rest, carry, weights, writes, pushes,
     states, momenta, d_states, d_momenta,
-    d_q, d_k, d_v, edge_k, edge_v, older_k, older_v, d_step, d_decay, d_theta, d_gates,
+    d_q, d_k, d_v, edge_k, edge_v, older_scores, older_weights, older_alpha, older_theta,
+    d_step, d_decay, d_theta, d_gates,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     stride_yb: tl.int64, stride_yt: tl.int64, stride_yh: tl.int64,
-    DOT: tl.constexpr, DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr,
-    BEFORE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
+    OLDER: tl.constexpr, DOT: tl.constexpr, DECAY: tl.constexpr, GATES: tl.constexpr,
+    MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
+    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk and head. What older keys get is left in older_k and older_v
-    (slots, H, HALO, ·), what later chunks add to in edge_k and edge_v.
+    """All gradients of one chunk and head, V columns of values at a time.
+
+    OLDER: of the keys in front of the chunk alone. What they add to gradients of the chunk's tokens
+    is left in older_scores (slots, H, HALO, CHUNK), older_weights (B, H, window, T), older_alpha
+    and older_theta (B, H, T), for the launch that serves the chunk's own keys. Of those that the
+    chunk behind sees, too, d_k and d_v stay at the edge; so do the older ones'.
     """
     head = tl.program_id(0) % heads
     slot = tl.program_id(0) // heads
@@ -300,6 +274,7 @@ def omega_gradients(
         slot, cu, tokens, chunk, chunks, sequences, PACKED
     )
     if size > 0:
+        KEYS: tl.constexpr = HALO if OLDER else CHUNK
         row = batch * heads + head
         end = tokens
         if PACKED:
@@ -307,169 +282,209 @@ def omega_gradients(
         t = tl.arange(0, CHUNK)
         seen = t - 1 if BEFORE else t
         there = t < size
+        j = tl.arange(0, KEYS)
+        keys = j - HALO if OLDER else j
         qt = load_rows(
             q, batch, head, first + t, there, 0, stride_qb, stride_qt, stride_qh, WIDTH, D, ALIGNED
         )
-        kt = load_rows(
-            k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D, ALIGNED
-        )
-        vt = load_rows(
-            v, batch, head, first + t, there, 0, stride_vb, stride_vt, stride_vh, VALUES, V, ALIGNED
-        )
-        dy = load_rows(
-            d_y, batch, head, first + t, there, 0, stride_yb, stride_yt, stride_yh, VALUES, V,
-            ALIGNED,
-        )  # fmt: skip
-        cells, inside = state_cells(D, V, 0, WIDTH, VALUES)
+        if OLDER:
+            kt = load_older(
+                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1, 0,
+                stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+        else:
+            kt = load_rows(
+                k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D,
+                ALIGNED,
+            )  # fmt: skip
         at = slot.to(tl.int64) * heads + head
-        M = tl.load(states + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
-        dM = tl.load(d_states + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
-        S = M
-        dS = dM
+        place = at * (HALO + CHUNK) + HALO + keys
+        write = tl.load(writes + place)
+        push = write
         if MOMENTUM:
-            S = tl.load(momenta + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
-            dS = tl.load(d_momenta + at * (WIDTH * VALUES) + cells, mask=inside, other=0.0)
+            push = tl.load(pushes + place)
+        part = shares(
+            whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, keys,
+            DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+        )  # fmt: skip
+        scores = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)  # [KEYS, CHUNK]
+        mixed = (part * scores).to(kt.dtype)
 
-        # Tables that take gradients from the tokens that feel a token's gates back to it.
+        shared = there & (t >= size - (window - 1)) & (first + size < end)
+        own = there & ~shared
+        at_edge = at * HALO + HALO - size + t
+        if OLDER:
+            shared = keys >= 1 - window
+            own = shared
+            at_edge = at * HALO + j
+        rows = batch * tokens + first + keys
+        dk = tl.zeros([KEYS, D], tl.float32)
+        d_mixed = tl.zeros([KEYS, CHUNK], tl.float32)
+        from_state = tl.zeros([D, CHUNK], tl.float32)
+        from_momentum = from_state
+        in_state = tl.zeros([KEYS], tl.float32)  # Σ R ∘ k dM
+        in_momentum = in_state
+        state_state = 0.0  # ⟨M, dM⟩
+        momentum_state = 0.0
+        momentum_momentum = 0.0
+        for v0 in tl.range(0, VALUES, V, num_stages=1):
+            dy = load_rows(
+                d_y, batch, head, first + t, there, v0, stride_yb, stride_yt, stride_yh, VALUES, V,
+                ALIGNED,
+            )  # fmt: skip
+            if OLDER:
+                vt = load_older(
+                    v, tail_v, tail_length, sequence, batch, head, heads, first, begin, window - 1,
+                    v0, stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
+                )  # fmt: skip
+            else:
+                vt = load_rows(
+                    v, batch, head, first + t, there, v0, stride_vb, stride_vt, stride_vh, VALUES,
+                    V, ALIGNED,
+                )  # fmt: skip
+            cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
+            cells = at * (WIDTH * VALUES) + cells
+            M = tl.load(states + cells, mask=inside, other=0.0)
+            dM = tl.load(d_states + cells, mask=inside, other=0.0)
+            error = -vt.to(tl.float32)
+            if not DOT:
+                error += tl.dot(kt, M, input_precision=PRECISION)
+            d_mixed -= tl.dot(error.to(kt.dtype), tl.trans(dy), input_precision=PRECISION)
+            along = tl.dot(kt, dM, input_precision=PRECISION)
+            in_state += tl.sum(error * along, 1)
+            d_error = write[:, None] * along + tl.dot(mixed, dy, input_precision=PRECISION)
+            dk -= tl.dot(
+                (write[:, None] * error).to(kt.dtype), tl.trans(dM), input_precision=PRECISION
+            )
+            if not OLDER:
+                from_state += tl.dot(M, tl.trans(dy), input_precision=PRECISION)
+                state_state += tl.sum(tl.sum(M.to(tl.float32) * dM.to(tl.float32), 1), 0)
+            if MOMENTUM:
+                dS = tl.load(d_momenta + cells, mask=inside, other=0.0)
+                pushing = tl.dot(kt, dS, input_precision=PRECISION)
+                in_momentum += tl.sum(error * pushing, 1)
+                d_error += push[:, None] * pushing
+                dk -= tl.dot(
+                    (push[:, None] * error).to(kt.dtype), tl.trans(dS), input_precision=PRECISION
+                )
+                if not OLDER:
+                    S = tl.load(momenta + cells, mask=inside, other=0.0)
+                    from_momentum += tl.dot(S, tl.trans(dy), input_precision=PRECISION)
+                    wide = S.to(tl.float32)
+                    momentum_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
+                    momentum_momentum += tl.sum(tl.sum(wide * dS.to(tl.float32), 1), 0)
+            if not DOT:
+                dk -= tl.dot(d_error.to(kt.dtype), tl.trans(M), input_precision=PRECISION)
+            _store_keys(
+                d_v, edge_v, d_error, head, heads, rows, own, at_edge, shared, v0, OLDER, HALO,
+                VALUES, V,
+            )  # fmt: skip
+
+        d_scores = (d_mixed * part).to(kt.dtype)
+        dk += tl.dot(d_scores, qt, input_precision=PRECISION)
+        _store_keys(
+            d_k, edge_k, dk, head, heads, rows, own, at_edge, shared, 0, OLDER, HALO, WIDTH, D
+        )
+
+        # Gradients of P: through reads, and at the last token through M. Then back along the chunk.
         back = table_of_decays(whole, rest, row, tokens, first, seen, t, size, DECAY, False)
         back = tl.where(there[:, None] & there[None, :], back, 0.0)  # [reading, written]
         last = t * 0 + (size - 1)
         left = _left(whole, rest, row, tokens, first, t, last, there, size, DECAY)
+        scores = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+        d_write = tl.dot(d_mixed * scores, back, input_precision=GATES_PRECISION)
+        d_write -= in_state[:, None] * left[None, :]
+        before = part
+        if not BEFORE and (DECAY or MOMENTUM):
+            before = shares(
+                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
+                keys, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+            )  # fmt: skip
+        d_alpha = tl.sum(d_write * before, 0)
+        d_m = d_alpha
         m_back = back
         left_momentum = left
         if MOMENTUM:
             m_back = table_of_decays(m_whole, m_rest, row, tokens, first, t, t, size, True, False)
             m_back = tl.where(there[:, None] & there[None, :], m_back, 0.0)
             left_momentum = _left(m_whole, m_rest, row, tokens, first, t, last, there, size, True)
-
-        wide_q = tl.trans(qt).to(tl.float32)  # [D, CHUNK]
-        from_state = tl.dot(M, tl.trans(dy), input_precision=PRECISION)  # [D, CHUNK]
-        rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
-        dq = rate[None, :] * from_state
-        # d_rate of each read, and of the last token through M; then of every token.
-        d_rate = tl.sum(wide_q * from_state, 0)
-        d_rate = tl.sum(d_rate[:, None] * back, 0)
-        d_rate += left * tl.sum(tl.sum(M.to(tl.float32) * dM.to(tl.float32), 1), 0)
-        d_alpha = d_rate * _rate(whole, rest, row, tokens, first, t - 1, size, DECAY)
-        d_m = d_alpha
-        if MOMENTUM:
-            from_momentum = tl.dot(S, tl.trans(dy), input_precision=PRECISION)
-            dq += _carried(carry, row, tokens, first, seen, size)[None, :] * from_momentum
-            d_carry = tl.sum(wide_q * from_momentum, 0)
-            d_carry = tl.sum(d_carry[:, None] * back, 0)
-            d_carry += left * tl.sum(tl.sum(S.to(tl.float32) * dM.to(tl.float32), 1), 0)
-            d_alpha += d_carry * _carried(carry, row, tokens, first, t - 1, size)
-            d_drop = tl.sum(d_carry[:, None] * m_back, 0)
-            d_drop += left_momentum * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
-            d_m = d_drop * _rate(m_whole, m_rest, row, tokens, first, t - 1, size, True)
-
-        part = shares(
-            whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, t,
-            DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
-        )  # fmt: skip
-        before = part
-        if not BEFORE and (DECAY or MOMENTUM):
-            before = shares(
-                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1, t,
-                DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
-            )  # fmt: skip
-        pushed = before
-        if MOMENTUM:
+            d_write = tl.dot(d_write, m_back, input_precision=GATES_PRECISION)
+            d_write -= in_momentum[:, None] * left_momentum[None, :]
             pushed = shares(
                 m_whole, m_rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
-                t, True, False, True, GATES_PRECISION, CHUNK,
+                keys, True, False, True, GATES_PRECISION, CHUNK,
             )  # fmt: skip
-        place = at * (HALO + CHUNK)
-        write = tl.load(writes + (place + HALO + t))
-        push = write
-        if MOMENTUM:
-            push = tl.load(pushes + (place + HALO + t))
-        dk, dv, add_q, d_write, add_alpha, add_m = _of_keys(
-            qt, kt, vt, dy, M, S, dM, dS, part, before, pushed, write, push, back, m_back,
-            left, left_momentum, DOT, MOMENTUM, PRECISION, GATES_PRECISION,
-        )  # fmt: skip
-        dq += add_q
-        d_alpha += add_alpha
-        d_m += add_m
-        shared = there & (t >= size - (window - 1)) & (first + size < end)
-        at_edge = at * HALO + HALO - size + t
-        rows = batch * tokens + first + t
-        own = there & ~shared
-        _store_rows(d_k, edge_k, dk, head, heads, rows, own, at_edge, shared, HALO, WIDTH, D)
-        _store_rows(d_v, edge_v, -dv, head, heads, rows, own, at_edge, shared, HALO, VALUES, V)
+            d_m = tl.sum(d_write * pushed, 0)
 
-        older_write = d_write
-        if HALO > 0:
-            i = tl.arange(0, HALO)
-            kt = load_older(
-                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1, 0,
-                stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
-            )  # fmt: skip
-            vt = load_older(
-                v, tail_v, tail_length, sequence, batch, head, heads, first, begin, window - 1, 0,
-                stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
-            )  # fmt: skip
-            part = shares(
-                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen,
-                i - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
-            )  # fmt: skip
-            before = part
-            if not BEFORE and (DECAY or MOMENTUM):
-                before = shares(
-                    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
-                    i - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
-                )  # fmt: skip
-            pushed = before
+        of_row = row.to(tl.int64) * tokens + first + t
+        tables = at * (HALO * CHUNK)
+        if OLDER:
+            to = tables + j[:, None] * CHUNK + t[None, :]
+            tl.store(older_scores + to, d_scores)
+            if DECAY:
+                tl.store(older_alpha + of_row, d_alpha, mask=there)
             if MOMENTUM:
-                pushed = shares(
-                    m_whole, m_rest, m_whole, m_rest, weights, row, tokens, first, size, window,
-                    t - 1, i - HALO, True, False, True, GATES_PRECISION, CHUNK,
-                )  # fmt: skip
-            write = tl.load(writes + (place + i))
-            push = write
+                tl.store(older_theta + of_row, d_m, mask=there)
+        else:
+            wide_q = tl.trans(qt).to(tl.float32)  # [D, CHUNK]
+            rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
+            dq = rate[None, :] * from_state + tl.dot(
+                tl.trans(kt), d_scores, input_precision=PRECISION
+            )
+            # Gradients of A: of each read, of the last token through M; then of every token.
+            d_rate = tl.sum(wide_q * from_state, 0)
+            d_rate = tl.sum(d_rate[:, None] * back, 0) + left * state_state
+            d_alpha += d_rate * _rate(whole, rest, row, tokens, first, t - 1, size, DECAY)
             if MOMENTUM:
-                push = tl.load(pushes + (place + i))
-            dk, dv, add_q, older_write, add_alpha, add_m = _of_keys(
-                qt, kt, vt, dy, M, S, dM, dS, part, before, pushed, write, push, back, m_back,
-                left, left_momentum, DOT, MOMENTUM, PRECISION, GATES_PRECISION,
-            )  # fmt: skip
-            dq += add_q
-            d_alpha += add_alpha
-            d_m += add_m
+                dq += _carried(carry, row, tokens, first, seen, size)[None, :] * from_momentum
+                d_carry = tl.sum(wide_q * from_momentum, 0)
+                d_carry = tl.sum(d_carry[:, None] * back, 0) + left * momentum_state
+                d_alpha += d_carry * _carried(carry, row, tokens, first, t - 1, size)
+                d_drop = tl.sum(d_carry[:, None] * m_back, 0) + left_momentum * momentum_momentum
+                d_m += d_drop * _rate(m_whole, m_rest, row, tokens, first, t - 1, size, True)
+            if HALO > 0:
+                kt = load_older(
+                    k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1,
+                    0, stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
+                )  # fmt: skip
+                to = tables + tl.arange(0, HALO)[:, None] * CHUNK + t[None, :]
+                d_scores = tl.load(older_scores + to)
+                dq += tl.dot(tl.trans(kt), d_scores, input_precision=PRECISION)
+                if DECAY:
+                    d_alpha += tl.load(older_alpha + of_row, mask=there, other=0.0)
+                if MOMENTUM:
+                    d_m += tl.load(older_theta + of_row, mask=there, other=0.0)
             d = tl.arange(0, D)
-            e = tl.arange(0, V)
-            to = (at * HALO + i)[:, None]
-            fits = (i >= 0)[:, None] & (d < WIDTH)[None, :]
-            tl.store(older_k + (to * WIDTH + d[None, :]), dk, mask=fits)
-            fits = (i >= 0)[:, None] & (e < VALUES)[None, :]
-            tl.store(older_v + (to * VALUES + e[None, :]), -dv, mask=fits)
-
-        d = tl.arange(0, D)
-        to = (rows.to(tl.int64) * heads + head)[None, :] * WIDTH + d[:, None]
-        fits = there[None, :] & (d < WIDTH)[:, None]
-        tl.store(d_q + to, dq.to(d_q.dtype.element_ty), mask=fits)
-        to = rows.to(tl.int64) * heads + head
-        if DECAY:
-            tl.store(d_decay + to, d_alpha, mask=there)
-        if MOMENTUM:
-            tl.store(d_theta + to, d_m, mask=there)
-        # A weight's gradient is that of its key at its token.
-        s = tl.load(step + to, mask=there, other=0.0)
+            to = (rows.to(tl.int64) * heads + head)[None, :] * WIDTH + d[:, None]
+            tl.store(
+                d_q + to, dq.to(d_q.dtype.element_ty), mask=there[None, :] & (d < WIDTH)[:, None]
+            )
+            to = rows.to(tl.int64) * heads + head
+            if DECAY:
+                tl.store(d_decay + to, d_alpha, mask=there)
+            if MOMENTUM:
+                tl.store(d_theta + to, d_m, mask=there)
+        # The gradient of a weight is that of its key at its token.
+        of_gates = (batch * tokens + first + t).to(tl.int64) * heads + head
+        s = tl.load(step + of_gates, mask=there, other=0.0)
         total = tl.zeros([CHUNK], tl.float32)
         lag = window * 0
         while lag < window:
-            gradient = tl.sum(tl.where(t[:, None] == t[None, :] - lag, d_write, 0.0), 0)
-            if HALO > 0:
-                keys = tl.arange(0, HALO) - HALO
-                older = tl.where(keys[:, None] == t[None, :] - lag, older_write, 0.0)
-                gradient += tl.sum(older, 0)
-            gate = tl.full([CHUNK], 1.0, tl.float32) / window
-            if GATES:
-                gate = tl.load(window_gates + to * window + lag, mask=there, other=0.0)
-                tl.store(d_gates + to * window + lag, gradient * s, mask=there)
-            total += gradient * gate
+            gradient = tl.sum(tl.where(keys[:, None] == t[None, :] - lag, d_write, 0.0), 0)
+            of_lag = of_row + (row.to(tl.int64) * (window - 1) + lag) * tokens
+            if OLDER:
+                tl.store(older_weights + of_lag, gradient, mask=there)
+            else:
+                if HALO > 0:
+                    gradient += tl.load(older_weights + of_lag, mask=there, other=0.0)
+                gate = tl.full([CHUNK], 1.0, tl.float32) / window
+                if GATES:
+                    gate = tl.load(window_gates + of_gates * window + lag, mask=there, other=0.0)
+                    tl.store(d_gates + of_gates * window + lag, gradient * s, mask=there)
+                total += gradient * gate
             lag += 1
-        tl.store(d_step + to, total, mask=there)
+        if not OLDER:
+            tl.store(d_step + of_gates, total, mask=there)
 
 
 @triton.jit

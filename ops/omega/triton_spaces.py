@@ -143,14 +143,13 @@ SPACE_FWD = Space(
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
-    for tile in ("CHAIN_V", "PULL_V"):
+    for tile in ("CHAIN_V", "PULL_V", "VALUES_V"):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
-    states = 2 * (1 + bucket.momentum)
     rows = bucket.chunk + bucket.halo
     shared = bucket.size * (
-        states * bucket.width * bucket.values
-        + 2 * bucket.chunk * (bucket.width + bucket.values)
+        2 * (1 + bucket.momentum) * bucket.width * config["VALUES_V"]
+        + (bucket.chunk + rows) * (bucket.width + config["VALUES_V"])
         + 2 * rows * bucket.chunk
     )
     if shared + 1024 > device.shared_bytes:
@@ -172,10 +171,11 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return max(fitting, key=worth)
 
 
-def _config_bwd(chain_v: int, stages: int, pull_v: int, warps: int) -> Config:
+def _config_bwd(chain_v: int, stages: int, pull_v: int, values_v: int, warps: int) -> Config:
     return Config.make(
-        4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=pull_v, PULL_WARPS=4, WARPS=warps
-    )
+        4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=pull_v, PULL_WARPS=4, VALUES_V=values_v,
+        WARPS=warps,
+    )  # fmt: skip
 
 
 SPACE_BWD = Space(
@@ -183,13 +183,14 @@ SPACE_BWD = Space(
     pass_="bwd",
     backend="triton",
     configs=(
-        _config_bwd(16, 2, 16, 4),
-        _config_bwd(16, 2, 64, 8),
-        _config_bwd(32, 2, 32, 4),
-        _config_bwd(32, 2, 64, 4),
-        _config_bwd(32, 2, 64, 8),
-        _config_bwd(64, 2, 64, 4),
-        _config_bwd(64, 2, 64, 8),
+        _config_bwd(16, 2, 16, 16, 4),
+        _config_bwd(16, 2, 64, 32, 4),
+        _config_bwd(16, 2, 64, 64, 8),
+        _config_bwd(32, 2, 32, 32, 4),
+        _config_bwd(32, 2, 64, 32, 8),
+        _config_bwd(32, 2, 64, 64, 4),
+        _config_bwd(64, 2, 64, 64, 4),
+        _config_bwd(64, 2, 64, 64, 8),
     ),
     fits=_fits_bwd,
     bucket=bucket,
