@@ -30,7 +30,8 @@ def unset_descriptors(code: str) -> list[str]:
 
     Seen of the ptxas in Triton 3.6: where two loops multiply the same tile, it sets the descriptor
     before the first loop only, behind the branch that skips that loop if it has no turns; the
-    second then reads what the registers held before.
+    second then reads what the registers held before. Or it forms a descriptor ahead of a loop from
+    a register that is set behind it. What is formed from something unset is itself unset.
     """
     program = _parse(code)
     known: list[set[int] | None] = [None] * len(program)
@@ -41,7 +42,7 @@ def unset_descriptors(code: str) -> list[str]:
         at = pending.pop()
         here = known[at]
         assert here is not None
-        after = here | program[at].sets
+        after = program[at].leaves(here)
         for target in program[at].goes_to:
             before = known[target]
             both = after if before is None else before & after
@@ -57,12 +58,17 @@ def unset_descriptors(code: str) -> list[str]:
 
 @dataclass
 class _Instruction:
-    """One machine instruction: uniform registers that it sets, and those of its descriptors."""
+    """One machine instruction: uniform registers that it sets, from which, and its descriptors'."""
 
     text: str
     sets: set[int]
+    reads: set[int]
     descriptors: set[int]
     goes_to: list[int] = field(default_factory=list)
+
+    def leaves(self, known: set[int]) -> set[int]:
+        """The registers that hold something after it."""
+        return known | self.sets if self.reads <= known else known - self.sets
 
 
 def _parse(code: str) -> list[_Instruction]:
@@ -77,7 +83,9 @@ def _parse(code: str) -> list[_Instruction]:
     program = []
     for i, (predicate, name, operands, line) in enumerate(lines):
         text = f"{name} {operands}"
-        instruction = _Instruction(text, _sets(name, operands), _descriptors(name, operands))
+        sets = _sets(name, operands)
+        reads = _reads(name, operands) if sets else set()
+        instruction = _Instruction(text, sets, reads, _descriptors(name, operands))
         targets = _targets(name, line)
         instruction.goes_to = [labels[target] for target in targets if target in labels]
         leaves = name.startswith(("EXIT", "RET")) or (name.startswith("BRA") and targets)
@@ -107,6 +115,13 @@ def _sets(name: str, operands: str) -> set[int]:
     first = int(found[1])
     wide = ".64" in name or ".WIDE" in name
     return {first, first + 1} if wide else {first}
+
+
+def _reads(name: str, operands: str) -> set[int]:
+    """Uniform registers from which an instruction forms the one that it sets."""
+    sources = re.findall(r"UR(\d+)", operands)[1:]
+    wide = ".64" in name  # .WIDE is of the result alone
+    return {int(source) + more for source in sources for more in range(1 + wide)}
 
 
 def _descriptors(name: str, operands: str) -> set[int]:

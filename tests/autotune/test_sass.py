@@ -19,8 +19,8 @@ def listing(*lines: str) -> str:
     )
 
 
-SET_A = ("UMOV UR4, UR10", "UIADD3.X UR5, UP0, URZ, 0x40000040, URZ")
-SET_B = ("UMOV UR6, UR20", "UMOV UR7, 0x40000040")
+SET_A = ("UMOV UR4, 0x80", "UIADD3.X UR5, UP0, URZ, 0x40000040, URZ")
+SET_B = ("R2UR UR6, R20", "UMOV UR7, 0x40000040")
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
 LOOP = (PRODUCT, "@P1 BRA `(.L_x_1)")
 
@@ -44,16 +44,26 @@ def test_all_four_registers_count_and_the_last_two_where_an_operand_is_in_regist
     from_registers = "HGMMA.64x64x16.F32.BF16 R152, R24, gdesc[UR4].tnspB, R152"
     assert sass.unset_descriptors(listing(*SET_B, from_registers, "EXIT")) == []
     assert len(sass.unset_descriptors(listing(*SET_A, from_registers, "EXIT"))) == 1
-    assert len(sass.unset_descriptors(listing("UMOV UR6, UR20", from_registers, "EXIT"))) == 1
+    assert len(sass.unset_descriptors(listing("UMOV UR6, 0x20", from_registers, "EXIT"))) == 1
 
 
 def test_wide_instructions_and_those_with_a_predicate_set_registers():
     wide = listing("ULDC.64 UR4, c[0x0][0x210]", "UIADD3.64 UR6, UR4, 0x2, URZ", PRODUCT, "EXIT")
     assert sass.unset_descriptors(wide) == []
-    logic = listing("ULOP3.LUT UP0, UR4, UR9, 0x1, URZ, 0xc0, !UPT", SET_A[1], *SET_B, PRODUCT)
+    logic = listing(*SET_B, "ULOP3.LUT UP0, UR4, UR6, 0x1, URZ, 0xc0, !UPT", SET_A[1], PRODUCT)
     assert sass.unset_descriptors(logic) == []
     compare = listing("UISETP.GE.AND UP0, UPT, UR4, UR5, UPT", SET_A[1], *SET_B, PRODUCT)
     assert sass.unset_descriptors(compare) == [PRODUCT]
+
+
+def test_what_is_formed_from_an_unset_register_is_unset():
+    formed = ("UIADD3 UR6, UP0, UR9, 0x20, URZ", "UIADD3.X UR7, UR9, 0x40000040, URZ, UP0, !UPT")
+    assert sass.unset_descriptors(listing(*SET_A, *formed, PRODUCT, "EXIT")) == [PRODUCT]
+    early = listing(*SET_A, *formed, "UMOV UR9, URZ", PRODUCT, "EXIT")
+    assert sass.unset_descriptors(early) == [PRODUCT]
+    assert sass.unset_descriptors(listing(*SET_A, "UMOV UR9, URZ", *formed, PRODUCT)) == []
+    halves = ("UMOV UR8, URZ", "UIADD3.64 UR6, UR8, 0x20, URZ")
+    assert sass.unset_descriptors(listing(*SET_A, *halves, PRODUCT, "EXIT")) == [PRODUCT]
 
 
 def test_partitions_behind_an_indirect_branch_are_read():
