@@ -15,7 +15,7 @@ from ..alloc import empty
 from ..checks import last_contiguous
 from .eager import features_backward
 from .op import OmegaShape, OmegaTensors
-from .triton_forward import Call, strides
+from .triton_forward import Call, known_window, strides
 from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, bucket, padded
 
 EDGES_CONFIG = Config.make(4, 1, "fma")
@@ -42,6 +42,7 @@ class Backward(Call):
             **self.flags,
             "DECAY": shape.decay,
             "BEFORE": shape.read_before,
+            "WINDOW": known_window(shape),
             "GATES_PRECISION": self.gates_precision,
             # Upstream gradients are whatever torch hands over.
             "ALIGNED": self.flags["ALIGNED"] and self.aligned(self.d_y),
@@ -70,7 +71,6 @@ class Backward(Call):
             "cu": self.given.cu_seqlens,
             **self.sums,
             "carry": self.carry,
-            "weights": self.weights,
             "pull": pull,
             "pull_momentum": pull_momentum,
             **self.sizes,
@@ -164,7 +164,6 @@ class Backward(Call):
             "cu": given.cu_seqlens,
             **self.sums,
             "carry": self.carry,
-            "weights": self.weights,
             "writes": self.edges["writes"],
             "pushes": self.edges["pushes"],
             "states": states,

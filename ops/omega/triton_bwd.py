@@ -62,7 +62,7 @@ def _pulled(q, k, d_y, part, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=PULL_RUNTIME)
 def omega_pull(
-    q, k, d_y, tail_k, tail_length, cu, whole, rest, m_whole, m_rest, carry, weights,
+    q, k, d_y, tail_k, tail_length, cu, whole, rest, m_whole, m_rest, carry, band, m_band,
     pull, pull_momentum,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
@@ -72,7 +72,8 @@ def omega_pull(
     DOT: tl.constexpr, DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr,
     PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """pull, pull_momentum (slots, H, D, Dv), fp32, V columns of one head."""
     head = tl.program_id(0) % heads
@@ -104,8 +105,9 @@ def omega_pull(
                 ALIGNED,
             )  # fmt: skip
             part = shares(
-                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, t,
-                DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
+                seen, t,
+                DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
             total -= _pulled(qt, kt, dy, part, PRECISION)
             if HALO > 0:
@@ -114,8 +116,10 @@ def omega_pull(
                     0, stride_kb, stride_kt, stride_kh, WIDTH, D, HALO, ALIGNED, TAIL, LENGTHS,
                 )  # fmt: skip
                 part = shares(
-                    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen,
-                    tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+                    whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
+                    seen,
+                    tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION,
+                    CHUNK,
                 )  # fmt: skip
                 total -= _pulled(qt, kt, dy, part, PRECISION)
         cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
@@ -245,7 +249,7 @@ def _store_keys(
 @triton.jit(do_not_specialize=GRADIENTS_RUNTIME)
 def omega_gradients(
     q, k, v, d_y, tail_k, tail_v, tail_length, step, window_gates, cu,
-    whole, rest, m_whole, m_rest, carry, weights, writes, pushes,
+    whole, rest, m_whole, m_rest, carry, band, m_band, writes, pushes,
     states, momenta, d_states, d_momenta,
     d_q, d_k, d_v, edge_k, edge_v, older_scores, older_weights, older_alpha, older_theta,
     d_step, d_decay, d_theta, d_gates,
@@ -259,7 +263,7 @@ def omega_gradients(
     MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
     LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk and head, V columns of values at a time.
 
@@ -304,8 +308,9 @@ def omega_gradients(
         if MOMENTUM:
             push = tl.load(pushes + place)
         part = shares(
-            whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, keys,
-            DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+            whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
+            keys,
+            DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
         )  # fmt: skip
         scores = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)  # [KEYS, CHUNK]
         mixed = (part * scores).to(kt.dtype)
@@ -397,8 +402,8 @@ def omega_gradients(
         before = part
         if not BEFORE and (DECAY or MOMENTUM):
             before = shares(
-                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
-                keys, DECAY, MOMENTUM, True, GATES_PRECISION, CHUNK,
+                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, t - 1,
+                keys, DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
         d_alpha = tl.sum(d_write * before, 0)
         d_m = d_alpha
@@ -411,8 +416,9 @@ def omega_gradients(
             d_write = tl.dot(d_write, m_back, input_precision=GATES_PRECISION)
             d_write -= in_momentum[:, None] * left_momentum[None, :]
             pushed = shares(
-                m_whole, m_rest, m_whole, m_rest, weights, row, tokens, first, size, window, t - 1,
-                keys, True, False, True, GATES_PRECISION, CHUNK,
+                m_whole, m_rest, m_whole, m_rest, m_band, m_band, row, tokens, first, size,
+                window, t - 1,
+                keys, True, False, True, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
             d_m = tl.sum(d_write * pushed, 0)
 

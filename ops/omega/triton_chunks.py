@@ -109,18 +109,6 @@ def decays(later, whole, rest, whole_before, rest_before):
 
 
 @triton.jit
-def decay_of(whole, rest, row, tokens, first, at, size, DECAY: tl.constexpr):
-    """The decays of single tokens; 0 outside the chunk."""
-    inside = (at >= 0) & (at < size)
-    decay = tl.where(inside, 1.0, 0.0)
-    if DECAY:
-        w, r = load_sums(whole, rest, row, tokens, first, at, size)
-        v, s = load_sums(whole, rest, row, tokens, first, at - 1, size)
-        decay = decays(inside, w, r, v, s)
-    return decay
-
-
-@triton.jit
 def _down(x, FIRST: tl.constexpr):
     """A vector as a column, or as a row."""
     return x[:, None] if FIRST else x[None, :]
@@ -132,9 +120,10 @@ def table_of_decays(
     AFTER_FIRST: tl.constexpr,
 ):  # fmt: skip
     """[at, after] or [after, at]: the product of decays of the tokens behind `after` up to `at`; 0
-    where `at` is in front of it.
+    where `at` is in front of it, or behind the chunk.
     """
     later = _down(at, not AFTER_FIRST) >= _down(after, AFTER_FIRST)
+    later = later & _down(at < size, not AFTER_FIRST)
     if DECAY:
         w, r = load_sums(whole, rest, row, tokens, first, at, size)
         v, s = load_sums(whole, rest, row, tokens, first, after, size)
@@ -148,24 +137,40 @@ def table_of_decays(
 
 
 @triton.jit
+def load_band(band, row, lag, window, tokens, first, at, size):
+    """P of tokens `at` of a chunk and of the key `lag` before each; 0 outside the chunk."""
+    inside = (at >= 0) & (at < size)
+    where = (row.to(tl.int64) * window + lag) * tokens + first + at
+    return tl.load(band + where, mask=inside, other=0.0)
+
+
+@triton.jit
+def _with_band(
+    total, band, row, lag, window, tokens, first, size, at, keys, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    here = _down(at, not KEYS_FIRST) - _down(keys, KEYS_FIRST) == lag
+    exact = load_band(band, row, lag, window, tokens, first, at, size)
+    return tl.where(here, _down(exact, not KEYS_FIRST), total)
+
+
+@triton.jit
 def shares(
-    whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, at, keys,
+    whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, at, keys,
     DECAY: tl.constexpr, MOMENTUM: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """P [at, keys] or [keys, at]: what is left at a token of all that was written of a key.
 
-    Both count from the chunk's first token, keys may be older. From the longest lag to lag 0, the
-    writing token comes one nearer to its key, and the decay of the token it leaves joins in.
+    Both count from the chunk's first token, keys may be older. The last token s that writes a key
+    is window − 1 behind it: later tokens have what P was there, decayed. Up to it P is the band.
+    WINDOW: the window, or 0 for one that is not known to the compiler.
     """
-    s = keys + (window - 1)  # [keys] writing token
-    alone = table_of_decays(whole, rest, row, tokens, first, at, s, size, DECAY, KEYS_FIRST)
-    both = alone  # with what came by way of the momentum
+    s = keys + (window - 1)
+    total = table_of_decays(whole, rest, row, tokens, first, at, s, size, DECAY, KEYS_FIRST)
+    last = load_band(band, row, window - 1, window, tokens, first, s, size)
     if MOMENTUM:
         t = tl.arange(0, CHUNK)
-        there = t < size
         in_state = table_of_decays(whole, rest, row, tokens, first, at, t, size, DECAY, KEYS_FIRST)
-        in_state = tl.where(_down(there, KEYS_FIRST), in_state, 0.0)
         in_momentum = table_of_decays(
             m_whole, m_rest, row, tokens, first, t, s, size, True, KEYS_FIRST
         )
@@ -173,23 +178,20 @@ def shares(
             both = tl.dot(in_momentum, in_state, input_precision=PRECISION)
         else:
             both = tl.dot(in_state, in_momentum, input_precision=PRECISION)
-    total = tl.zeros_like(alone)
-    lag = window - 1
-    while lag >= 0:
-        inside = (s >= 0) & (s < size)
-        where = row.to(tl.int64) * window * tokens + lag * tokens + first + s
-        w = tl.load(weights + where, mask=inside, other=0.0)
-        total += both * _down(w, KEYS_FIRST)
-        # Token s joins for those behind it; token s − 1 is new where it is the last one.
-        start = tl.where(_down(at, not KEYS_FIRST) == _down(s, KEYS_FIRST) - 1, 1.0, 0.0)
-        decay = _down(decay_of(whole, rest, row, tokens, first, s, size, DECAY), KEYS_FIRST)
-        if MOMENTUM:
-            theta = decay_of(m_whole, m_rest, row, tokens, first, s, size, True)
-            both = alone * decay + both * _down(theta, KEYS_FIRST) + start
-            alone = alone * decay + start
-        else:
-            both = both * decay + start
-            alone = both
-        s -= 1
-        lag -= 1
+        pushed = load_band(m_band, row, window - 1, window, tokens, first, s, size)
+        total = total * _down(last - pushed, KEYS_FIRST) + both * _down(pushed, KEYS_FIRST)
+    else:
+        total = total * _down(last, KEYS_FIRST)
+    if WINDOW > 0:
+        for lag in tl.static_range(WINDOW - 1):
+            total = _with_band(
+                total, band, row, lag, window, tokens, first, size, at, keys, KEYS_FIRST
+            )
+    else:
+        lag = window * 0
+        while lag < window - 1:
+            total = _with_band(
+                total, band, row, lag, window, tokens, first, size, at, keys, KEYS_FIRST
+            )
+            lag += 1
     return total

@@ -19,6 +19,7 @@ from .op import OmegaShape, OmegaTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, halo_of, padded
 
 GATE_HEADS = 8  # heads of a program of `omega_gates`
+MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
 
 
@@ -118,7 +119,8 @@ class Call:
             "m_rest": self.when(momentum, *self.row),
         }
         self.carry = self.when(momentum, *self.row)
-        self.weights = self.empty(batch, heads, shape.window, tokens)
+        band = (batch, heads, shape.window, tokens)
+        self.sums |= {"band": self.empty(*band), "m_band": self.when(momentum, *band)}
         self.edges = {
             "writes": self.empty(*edge),
             "pushes": self.when(momentum, *edge),
@@ -131,7 +133,7 @@ class Call:
             "carry": self.carry,
             "left": self.empty(*self.row),
             "push": self.when(momentum, *self.row),
-            "weights": self.weights,
+            "by_push": self.when(momentum, *self.row),
             **self.edges,
             **self.sizes,
         }
@@ -207,7 +209,6 @@ class Call:
             "cu": self.given.cu_seqlens,
             **self.sums,
             "carry": self.carry,
-            "weights": self.weights,
             "states": states,
             "momenta": momenta,
             "y": y,
@@ -220,6 +221,7 @@ class Call:
             **self.flags,
             "DECAY": shape.decay,
             "BEFORE": shape.read_before,
+            "WINDOW": known_window(shape),
             "V": config["READ_V"],
             "GATES_PRECISION": self.gates_precision,
         }
@@ -234,6 +236,11 @@ def _features(
 ) -> torch.Tensor:
     """φ(x) of (B, T, H, d), in x's dtype."""
     return features(shape, x.transpose(1, 2), coefficients).transpose(1, 2).to(x.dtype)
+
+
+def known_window(shape: OmegaShape) -> int:
+    """The window where kernels are made for it, else 0."""
+    return shape.window if shape.window <= MOST_UNROLLED else 0
 
 
 def strides(name: str, x: torch.Tensor) -> dict[str, int]:

@@ -58,7 +58,8 @@ def _logarithm(x):
 @triton.jit(do_not_specialize=GATES_RUNTIME)
 def omega_gates(
     step, decay, momentum, window_gates, cu,
-    whole, rest, m_whole, m_rest, carry, left, push, weights, writes, pushes, ends,
+    whole, rest, m_whole, m_rest, carry, left, push, by_push, band, m_band, writes, pushes,
+    ends,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr, PACKED: tl.constexpr,
@@ -66,9 +67,10 @@ def omega_gates(
 ):  # fmt: skip
     """One slot of HEADS heads. Gates come as (B, T, H[, window]), results as (B, H[, window], T).
 
-    weights: step · window_gates. carry: a. left, push: what of a token's gradient is in M and in S
-    at the chunk's end. writes, pushes (slots, H, HALO + CHUNK): P and U of the last token, of the
-    older keys first. ends (slots, H, 3): A, a and B of the last token.
+    carry: a. left: what of a token's M is in M at the chunk's end, push and by_push: of its S in S
+    and in M. band, m_band: P and U of a token and of the key `lag` before it. writes, pushes
+    (slots, H, HALO + CHUNK): P and U of the last token, of the older keys first. ends (slots, H,
+    3): A, a and B of the last token.
     """
     slot = tl.program_id(0) // tl.cdiv(heads, HEADS)
     h = tl.program_id(0) % tl.cdiv(heads, HEADS) * HEADS + tl.arange(0, HEADS)  # [HEADS]
@@ -84,6 +86,7 @@ def omega_gates(
 
     rate = tl.full([CHUNK, HEADS], 1.0, tl.float32)
     a = rate
+    m = rate
     remaining = tl.where(here, 1.0, 0.0)
     if DECAY:
         a = tl.load(decay + at, mask=here, other=1.0)
@@ -97,6 +100,7 @@ def omega_gates(
         remaining = tl.where(here, tl.associative_scan(a_next, 0, _product, reverse=True), 0.0)
     end = (slot * heads + h).to(tl.int64) * 3
     tl.store(ends + end, tl.sum(tl.where(final, rate, 0.0), 0), mask=known & (size > 0))
+    tl.store(left + out, remaining, mask=here)
     if MOMENTUM:
         m = tl.load(momentum + at, mask=here, other=1.0)
         exponent, fraction = _logarithm(m)
@@ -113,8 +117,8 @@ def omega_gates(
         pushed = tl.associative_scan(m_next, 0, _product, reverse=True)
         tl.store(push + out, pushed, mask=here)
         slope = tl.where(later, m_next, 0.0)
-        _, remaining = tl.associative_scan((slope, remaining), 0, _line, reverse=True)
-    tl.store(left + out, remaining, mask=here)
+        _, both = tl.associative_scan((slope, remaining), 0, _line, reverse=True)
+        tl.store(by_push + out, both - remaining, mask=here)
 
     s = tl.load(step + at, mask=here, other=0.0)
     lag = window * 0
@@ -122,46 +126,51 @@ def omega_gates(
         w = s / window
         if GATES:
             w = s * tl.load(window_gates + at * window + lag, mask=here, other=0.0)
-        tl.store(weights + (out + (row * (window - 1) + lag)[None, :] * tokens), w, mask=here)
+        to = out + (row * (window - 1) + lag)[None, :] * tokens
+        ok = here & (t > 0)[:, None] & (lag > 0)  # the token before, one lag less, same key
+        if MOMENTUM:
+            w += m * tl.load(m_band + (to - tokens - 1), mask=ok, other=0.0)
+            tl.store(m_band + to, w, mask=here)
+        w += a * tl.load(band + (to - tokens - 1), mask=ok, other=0.0)
+        tl.store(band + to, w, mask=here)
+        tl.debug_barrier()  # other threads' numbers are read in the next turn
         lag += 1
-    tl.debug_barrier()  # other threads' weights are read below
     place = (slot * heads + h).to(tl.int64)[None, :] * (HALO + CHUNK) + HALO
-    _sum_over_lags(
-        left, push, weights, writes, pushes, row, place, known, t, first, size, tokens, window,
-        MOMENTUM,
+    _store_last(
+        left, push, by_push, band, m_band, writes, pushes, row, place, known, t, first, size,
+        tokens,
+        window, MOMENTUM,
     )  # fmt: skip
     if HALO > 0:
-        i = tl.arange(0, HALO) - HALO
-        _sum_over_lags(
-            left, push, weights, writes, pushes, row, place, known, i, first, size, tokens, window,
-            MOMENTUM,
+        _store_last(
+            left, push, by_push, band, m_band, writes, pushes, row, place, known,
+            tl.arange(0, HALO) - HALO, first, size, tokens, window, MOMENTUM,
         )  # fmt: skip
 
 
 @triton.jit
-def _sum_over_lags(
-    left, push, weights, writes, pushes, row, place, known, keys, first, size, tokens, window,
-    MOMENTUM: tl.constexpr,
+def _store_last(
+    left, push, by_push, band, m_band, writes, pushes, row, place, known, keys, first, size, tokens,
+    window, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """P and U of a chunk's last token for some keys."""
-    written = tl.zeros([keys.shape[0], row.shape[0]], tl.float32)
+    # The last token that writes a key, or that of the chunk.
+    s = tl.minimum(keys + window - 1, size - 1)
+    lag = s - keys
+    ok = ((s >= 0) & (lag >= 0))[:, None] & known[None, :]
+    at = row[None, :] * tokens + (first + s)[:, None]
+    of_lag = at + (row * (window - 1))[None, :] * tokens + (lag * tokens)[:, None]
+    written = tl.load(left + at, mask=ok, other=0.0) * tl.load(band + of_lag, mask=ok, other=0.0)
     pushed = written
-    lag = window * 0
-    while lag < window:
-        s = keys + lag  # writing token
-        ok = ((s >= 0) & (s < size))[:, None] & known[None, :]
-        at = row[None, :] * tokens + (first + s)[:, None]
-        of_lag = at + (row * (window - 1) + lag)[None, :] * tokens
-        w = tl.load(weights + of_lag, mask=ok, other=0.0)
-        written += w * tl.load(left + at, mask=ok, other=0.0)
-        if MOMENTUM:
-            pushed += w * tl.load(push + at, mask=ok, other=0.0)
-        lag += 1
-    at = place + keys[:, None]
-    ok = (keys == keys)[:, None] & (known & (size > 0))[None, :]
-    tl.store(writes + at, written, mask=ok)
     if MOMENTUM:
-        tl.store(pushes + at, pushed, mask=ok)
+        u = tl.load(m_band + of_lag, mask=ok, other=0.0)
+        written += tl.load(by_push + at, mask=ok, other=0.0) * u
+        pushed = tl.load(push + at, mask=ok, other=0.0) * u
+    to = place + keys[:, None]
+    ok = (keys == keys)[:, None] & (known & (size > 0))[None, :]
+    tl.store(writes + to, written, mask=ok)
+    if MOMENTUM:
+        tl.store(pushes + to, pushed, mask=ok)
 
 
 @triton.jit
@@ -333,8 +342,8 @@ def _mixed(
 
 @triton.jit(do_not_specialize=READS_RUNTIME)
 def omega_reads(
-    q, k, v, tail_k, tail_v, tail_length, cu, whole, rest, m_whole, m_rest, carry, weights,
-    states, momenta, y,
+    q, k, v, tail_k, tail_v, tail_length, cu, whole, rest, m_whole, m_rest, carry, band,
+    m_band, states, momenta, y,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64,
@@ -343,7 +352,8 @@ def omega_reads(
     DOT: tl.constexpr, DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr,
     PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """V columns of what the queries of one chunk and head read. Heads of a slot run side by side,
     as their gates lie in memory.
@@ -383,8 +393,8 @@ def omega_reads(
             ALIGNED,
         )  # fmt: skip
         part = shares(
-            whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen, t,
-            DECAY, MOMENTUM, False, GATES_PRECISION, CHUNK,
+            whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen, t,
+            DECAY, MOMENTUM, False, WINDOW, GATES_PRECISION, CHUNK,
         )  # fmt: skip
         read -= _mixed(qt, kt, vt, M, part, DOT, PRECISION)
         if HALO > 0:
@@ -397,8 +407,8 @@ def omega_reads(
                 stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             part = shares(
-                whole, rest, m_whole, m_rest, weights, row, tokens, first, size, window, seen,
-                tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, False, GATES_PRECISION, CHUNK,
+                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
+                tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, False, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
             read -= _mixed(qt, kt, vt, M, part, DOT, PRECISION)
         e = v0 + tl.arange(0, V)
