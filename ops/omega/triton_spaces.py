@@ -17,6 +17,9 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
+# Rows of 64 columns fill the 128 bytes that wgmma likes best. With shorter ones ptxas (of Triton 3.6)
+# forms some descriptors from registers that it never set; two warps multiply without wgmma.
+WIDE, NARROW_WARPS = 64, 2
 
 
 class Bucket(NamedTuple):
@@ -77,12 +80,22 @@ def refusal(shape: OmegaShape) -> str | None:
     return None
 
 
+def _columns(config: Config, bucket: Bucket, *parallel: str) -> str | None:
+    """Tiles of no more columns than there are; those of chunks on their own of WIDE, or of all."""
+    for tile in ("CHAIN_V", *parallel):
+        if config[tile] > bucket.values:
+            return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    for tile in parallel:
+        if config[tile] < min(WIDE, bucket.values):
+            return f"{tile} is {config[tile]}, for fewer columns than {bucket.values}"
+    return None
+
+
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
-    values = max(bucket.values, LEAST)
-    for tile in ("CHAIN_V", "READ_V"):
-        if config[tile] > values:
-            return f"{tile} is {config[tile]}, there are {values} columns"
+    reason = _columns(config, bucket, "READ_V")
+    if reason is not None:
+        return reason
     rows = bucket.chunk + bucket.halo
     states = 1 + bucket.momentum
     chain = bucket.size * (
@@ -114,10 +127,8 @@ def _default(key: Key, device: Device) -> Config:
     return max(fitting, key=worth)
 
 
-def _config(chain_v: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
-    return Config.make(
-        warps, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps
-    )
+def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
+    return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
 SPACE_FWD = Space(
@@ -125,14 +136,16 @@ SPACE_FWD = Space(
     pass_="fwd",
     backend="triton",
     configs=(
-        _config(16, 4, 3, 64),
-        _config(16, 4, 3, 16),
-        _config(32, 4, 3, 64),
-        _config(32, 4, 3, 128),
-        _config(32, 4, 2, 32),
-        _config(64, 4, 3, 64),
-        _config(64, 4, 3, 128),
-        _config(64, 4, 2, 64),
+        _config(16, 3, 16, NARROW_WARPS),
+        _config(16, 3, 64),
+        _config(32, 3, 32, NARROW_WARPS),
+        _config(32, 3, 64),
+        _config(32, 3, 64, 8),
+        _config(32, 3, 128),
+        _config(32, 3, 128, 8),
+        _config(64, 3, 64),
+        _config(64, 3, 128),
+        _config(64, 2, 64),
     ),
     fits=_fits,
     bucket=bucket,
@@ -143,9 +156,9 @@ SPACE_FWD = Space(
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
-    for tile in ("CHAIN_V", "PULL_V", "VALUES_V"):
-        if config[tile] > bucket.values:
-            return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    reason = _columns(config, bucket, "PULL_V", "VALUES_V")
+    if reason is not None:
+        return reason
     rows = bucket.chunk + bucket.halo
     shared = bucket.size * (
         2 * (1 + bucket.momentum) * bucket.width * config["VALUES_V"]
@@ -171,10 +184,10 @@ def _default_bwd(key: Key, device: Device) -> Config:
     return max(fitting, key=worth)
 
 
-def _config_bwd(chain_v: int, stages: int, pull_v: int, values_v: int, warps: int) -> Config:
+def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps: int = 4) -> Config:
     return Config.make(
-        4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=pull_v, PULL_WARPS=4, VALUES_V=values_v,
-        WARPS=warps,
+        4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=columns, PULL_WARPS=pull_warps,
+        VALUES_V=columns, WARPS=warps,
     )  # fmt: skip
 
 
@@ -183,14 +196,13 @@ SPACE_BWD = Space(
     pass_="bwd",
     backend="triton",
     configs=(
-        _config_bwd(16, 2, 16, 16, 4),
-        _config_bwd(16, 2, 64, 32, 4),
-        _config_bwd(16, 2, 64, 64, 8),
-        _config_bwd(32, 2, 32, 32, 4),
-        _config_bwd(32, 2, 64, 32, 8),
-        _config_bwd(32, 2, 64, 64, 4),
-        _config_bwd(64, 2, 64, 64, 4),
-        _config_bwd(64, 2, 64, 64, 8),
+        _config_bwd(16, 2, 16, NARROW_WARPS, NARROW_WARPS),
+        _config_bwd(16, 2, 64, 8),
+        _config_bwd(32, 2, 32, NARROW_WARPS, NARROW_WARPS),
+        _config_bwd(32, 2, 64, 4),
+        _config_bwd(32, 2, 64, 8),
+        _config_bwd(64, 2, 64, 4),
+        _config_bwd(64, 2, 64, 8),
     ),
     fits=_fits_bwd,
     bucket=bucket,
