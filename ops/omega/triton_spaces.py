@@ -17,8 +17,8 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
-# Rows of 64 columns fill the 128 bytes that wgmma likes best. With shorter ones ptxas (of Triton 3.6)
-# forms some descriptors from registers that it never set; two warps multiply without wgmma.
+# With rows of less than 64 columns ptxas (of Triton 3.6) forms some descriptors of wgmma from
+# registers that it never set; two warps multiply without wgmma.
 WIDE, NARROW_WARPS = 64, 2
 
 
@@ -162,8 +162,9 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     rows = bucket.chunk + bucket.halo
     shared = bucket.size * (
         2 * (1 + bucket.momentum) * bucket.width * config["VALUES_V"]
-        + (bucket.chunk + rows) * (bucket.width + config["VALUES_V"])
-        + 2 * rows * bucket.chunk
+        + (bucket.chunk + rows) * bucket.width
+        + rows * bucket.chunk
+        + bucket.chunk * config["VALUES_V"]
     )
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
