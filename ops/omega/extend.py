@@ -170,6 +170,7 @@ def left(shape: OmegaShape, cache: OmegaCache, coefficients: Tensor | None) -> O
     length = (cache.tail_length + cache.filled).clamp(max=older)
     at = torch.arange(older, device=shape.device)
     row = cache.filled.long()[:, None] + at
+    row = row.clamp(0, cache.keys.shape[1] - 1)  # a slot never begun may hold any number
     there = at >= older - length[:, None]
     tail_k, tail_v = (
         _where(there, x.gather(1, _like(row, x)), x.new_zeros(()))
