@@ -216,18 +216,25 @@ def test_gradients_of_pieces(case: Case) -> None:
 
 @pytest.mark.parametrize("momentum", [True, False])
 def test_other_slots_keep_their_bits(momentum: bool) -> None:
-    """Skipped rows, slots that no row names, the cache given to `omega_extend`."""
-    case = Case(3, 12, window=4, chunk_size=3, momentum=momentum)
+    """Skipped rows, slots that no row names, the cache given to `omega_extend`.
+
+    Slot 0 is one like all others, also for rows that are skipped, and its chunk is full.
+    """
+    case = Case(3, 7, window=4, chunk_size=3, momentum=momentum)
     given = case.arguments(0, torch.float32, CPU)
     rules = rules_of(given)
     given_cache = start(case, given)
     kept = [None if x is None else x.clone() for x in given_cache]
-    _, cache = ops.omega_extend(**cut(given, 0, 9), cache=given_cache, **rules)
+    _, cache = ops.omega_extend(**cut(given, 0, 3), cache=given_cache, **rules)
     assert_same(given_cache, kept)
-    pool = poisoned_pool(cache, torch.tensor([1, 4, 6]))
-    for t, slots in enumerate(([-1, -1, -1], [-1, 4, -1], [6, -1, 1])):
+    assert cache.filled.tolist() == [3, 3, 3]
+    pool = poisoned_pool(cache, torch.tensor([0, 4, 6]))
+    for t, slots in enumerate(([-1, -1, -1], [-1, 4, -1], [0, -1, 6], [6, -1, -1])):
         before = [None if x is None else x.clone() for x in pool]
-        token = {name: x[:, 0] for name, x in cut(given, 9 + t, 10 + t).items()}
+        skipped = torch.tensor(slots) < 0
+        token = {name: x[:, 0].clone() for name, x in cut(given, 3 + t, 4 + t).items()}
+        for x in token.values():
+            x[skipped] = torch.nan
         y = ops.omega_step_(**token, cache=pool, slots=torch.tensor(slots), **rules)
         others = [slot for slot in range(8) if slot not in slots]
         assert_same(
@@ -265,6 +272,8 @@ def test_rows_that_do_not_exist_are_not_read(had: int) -> None:
         residuals=cache.residuals.masked_fill(nothing | (cache.filled == 0), torch.nan),
     )
     token = {name: x[:, 0] for name, x in cut(given, had, had + 1).items()}
+    assert not cache.write.masked_fill(there, 0).any()
+    assert not cache.momentum_write.masked_fill(there, 0).any()
     found = []
     for start_from in (cache, dirty):
         y, after = ops.omega_extend(**cut(given, had, 20), cache=start_from, **rules)
