@@ -15,17 +15,23 @@ Letters in shapes, here and in every file:
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaState, omega_exact, omega_memory
+from .omega.cache import OmegaCache, omega_cache, omega_extend
+from .omega_step import omega_step_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
 __all__ = [
     "Explanation",
+    "OmegaCache",
     "OmegaState",
     "PolarStats",
     "explain",
     "gram_newton_schulz_factor",
     "newton_schulz",
+    "omega_cache",
     "omega_exact",
+    "omega_extend",
     "omega_memory",
+    "omega_step_",
     "polar_attention",
     "softmax_attention",
     "use_backend",

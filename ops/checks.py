@@ -109,6 +109,23 @@ def cu_seqlens(
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {total} tokens given")
 
 
+def slots(op: str, name: str, x: torch.Tensor, device: torch.device, rows: int, pool: int) -> None:
+    """Require int64 (`rows`,): distinct places in a pool of `pool`, or −1.
+
+    Values are read on CPU tensors only; on a GPU that would be a sync.
+    """
+    tensor(op, name, x, "N", (torch.int64,))
+    same_device(op, name, x, device)
+    size(op, name, x, 0, rows, "the rows of q")
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(x):
+        values = x.tolist()
+        if any(not -1 <= value < pool for value in values):
+            raise ValueError(f"{op}: {name} must be -1 … {pool - 1}, got {values}")
+        taken = [value for value in values if value >= 0]
+        if len(taken) != len(set(taken)):
+            raise ValueError(f"{op}: {name} must be distinct, got {values}")
+
+
 def _is_fake(x: torch.Tensor) -> bool:
     return isinstance(x, torch._subclasses.FakeTensor)
 

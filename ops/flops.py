@@ -14,6 +14,7 @@ is meant for notes, never for a table of TFLOP/s.
 | Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(D + Dv) a head, n = b + window − 1        |
 | its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·D + 2·Dv)                              |
 | momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
+| a single Omega step   | a chunk's, divided by b                                             |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
 computed again, as that of attention does, because only the inputs are saved.

@@ -1,0 +1,281 @@
+"""Tokens that join an open chunk, in plain torch: for pieces of any length, and for single steps.
+
+What a chunk of `eager` starts with, A = B = 1 and a = P = U = 0, is here what the cache holds. How
+full a chunk is differs between sequences and is data: rows are placed by index and chosen by
+predicate, and nothing is read on the host. All in fp32 (float64 for float64), differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import OmegaState, omega_memory
+from .cache import OmegaCache, begun
+from .eager import features, triangle
+from .op import OmegaShape, OmegaTensors
+
+TOKENS = 7  # of `OmegaTensors`, the first ones have a row a token
+
+
+def run(
+    shape: OmegaShape, given: OmegaTensors, cache: OmegaCache, backend: str
+) -> tuple[Tensor, OmegaCache]:
+    """y (N, T, H, Dv) in v's dtype, and the cache behind the last token."""
+    b, tokens = shape.chunk_size, shape.tokens
+    if tokens == 0:
+        return given.v.new_zeros(given.v.shape), OmegaCache._make(
+            None if x is None else x.clone() for x in cache
+        )
+    parts = _Parts(given)
+
+    def join(length: int, count: Tensor) -> None:
+        nonlocal cache
+        read, cache = advance(shape, parts.take(length), cache, count)
+        parts.put(read, count)
+
+    join(min(b, tokens), (b - cache.filled.long() % b).clamp(max=tokens))
+    whole = max(0, tokens - b) // b * b  # in chunks that are whole in every sequence
+    if whole:
+        y, cache = _whole_chunks(shape, parts.take(whole), cache, backend)
+        parts.put(y, torch.full_like(parts.done, whole))
+    rest = tokens - whole - 1  # at most: less than two chunks
+    while rest > 0:
+        length = min(b, rest)
+        join(length, (tokens - parts.done).clamp(max=length))
+        rest -= length
+    return parts.reads(), cache
+
+
+class _Parts:
+    """Tokens taken part by part, in each sequence as many as count there, and their reads."""
+
+    def __init__(self, given: OmegaTensors) -> None:
+        self.given = given
+        self.tokens = given.q.shape[1]
+        self.done = torch.zeros(given.q.shape[0], dtype=torch.int64, device=given.q.device)
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, length: int) -> OmegaTensors:
+        """The next `length` tokens; behind the last one it is repeated."""
+        at = self.done[:, None] + torch.arange(length, device=self.done.device)
+        at = at.clamp(max=self.tokens - 1)
+        taken = [None if x is None else x.gather(1, _like(at, x)) for x in self.given[:TOKENS]]
+        return OmegaTensors._make((*taken, *self.given[TOKENS:]))
+
+    def put(self, read: Tensor, count: Tensor) -> None:
+        """Reads of the tokens taken last, of which `count` (N,) count."""
+        at = torch.arange(read.shape[1], device=count.device)
+        # The others go to a row behind the last token.
+        place = torch.where(at < count[:, None], self.done[:, None] + at, self.tokens)
+        self.parts.append((place, read.to(self.given.v.dtype)))
+        self.done = self.done + count
+
+    def reads(self) -> Tensor:
+        """y."""
+        places, reads = (torch.cat(x, 1) for x in zip(*self.parts, strict=True))
+        y = self.given.v.new_zeros(reads.shape[0], self.tokens + 1, *reads.shape[2:])
+        return y.scatter(1, _like(places, y), reads)[:, : self.tokens].contiguous()
+
+
+def _whole_chunks(
+    shape: OmegaShape, given: OmegaTensors, cache: OmegaCache, backend: str
+) -> tuple[Tensor, OmegaCache]:
+    """Chunks behind one that every sequence has filled."""
+    before = left(shape, cache, given.coefficients)
+    y, after = omega_memory(
+        given.q, given.k, given.v, step=given.step, decay=given.decay,
+        window_gates=given.window_gates, window=shape.window, momentum=given.momentum,
+        inner_loss="dot" if shape.dot else "squared", feature_map=shape.feature_map,
+        coefficients=given.coefficients, chunk_size=shape.chunk_size,
+        read_before=shape.read_before, initial_state=before.state,
+        initial_momentum=before.momentum, tail_k=before.tail_k, tail_v=before.tail_v,
+        tail_length=before.tail_length, return_state=True, backend=backend,
+    )  # fmt: skip
+    assert after is not None
+    return y, begun(after, shape.chunk_size)
+
+
+# ---- one chunk ----------------------------------------------------------------------------------
+
+
+def advance(
+    shape: OmegaShape, given: OmegaTensors, cache: OmegaCache, count: Tensor
+) -> tuple[Tensor, OmegaCache]:
+    """Tokens of one chunk: reads (N, L, H, Dv) in fp32 or float64, and the cache behind them.
+
+    Of the L tokens (N, L, …) of a sequence the first `count` (N,) join its chunk, which must have
+    room for them; a full one is folded first. At a count of 0 all bits stay, and reads are void.
+    """
+    older, length = shape.window - 1, given.q.shape[1]
+    moving = count > 0
+    old = cache = _turned(shape, given, cache, moving)
+    filled = cache.filled.long()
+    row = torch.arange(older + shape.chunk_size, device=shape.device)
+    token = row - older - filled[:, None]  # (N, n), the one that a row belongs to
+    new = (token >= 0) & (token < count[:, None])
+
+    def joined(rows: Tensor, tokens: Tensor) -> Tensor:
+        fresh = tokens.gather(1, _like(token.clamp(0, length - 1), tokens))
+        return _where(new, fresh, rows)
+
+    error = _error(shape, given.k, given.v, cache.state, given.coefficients)
+    cache = cache._replace(
+        keys=joined(cache.keys, given.k),
+        values=joined(cache.values, given.v),
+        residuals=joined(cache.residuals, error),
+        filled=(filled + count).to(torch.int32),
+    )
+
+    # Index 0 along L + 1 is what the cache holds; index t what it is after token t.
+    def last(scanned: Tensor) -> Tensor:
+        at = count.long()[:, None, None, None].expand(-1, scanned.shape[1], 1, scanned.shape[3])
+        return scanned.gather(2, at)[:, :, 0]
+
+    keys, residuals = _rows(shape, cache, given.coefficients)
+    q = _phi(shape, given.q, given.coefficients)
+    seen = slice(0, length) if shape.read_before else slice(1, length + 1)
+    alpha = _by_head(shape, given.step if given.decay is None else given.decay)
+    if given.decay is None:
+        alpha = torch.ones_like(alpha)
+    rate = _scan(alpha, cache.decay[..., None], None)
+    read = rate[:, :, seen] * (q @ cache.state)
+    push = _weights(shape, given, cache, filled)
+    if given.momentum is not None:
+        assert cache.momentum is not None
+        assert cache.momentum_write is not None
+        assert cache.momentum_decay is not None
+        assert cache.carry is not None
+        theta = _by_head(shape, given.momentum)
+        pushed = _scan(theta, cache.momentum_write, push)
+        push = pushed[:, :, 1:]
+        drop = _scan(theta, cache.momentum_decay[..., None], None)
+        carry = _scan(alpha, cache.carry[..., None], drop[:, :, 1:])
+        read = read + carry[:, :, seen] * (q @ cache.momentum)
+        cache = cache._replace(
+            momentum_write=last(pushed),
+            momentum_decay=last(drop)[..., 0],
+            carry=last(carry)[..., 0],
+        )
+    write = _scan(alpha, cache.write, push)
+    read = read - (write[:, :, seen] * (q @ keys.mT)) @ residuals
+    cache = cache._replace(write=last(write), decay=last(rate)[..., 0])
+    return read.transpose(1, 2), _chosen(moving, cache, old)
+
+
+def left(shape: OmegaShape, cache: OmegaCache, coefficients: Tensor | None) -> OmegaState:
+    """M and S after the last token, and the tail."""
+    older = shape.window - 1
+    state, momentum = _folded(shape, cache, coefficients)
+    length = (cache.tail_length + cache.filled).clamp(max=older)
+    at = torch.arange(older, device=shape.device)
+    row = cache.filled.long()[:, None] + at
+    row = row.clamp(0, cache.keys.shape[1] - 1)  # a slot never begun may hold any number
+    there = at >= older - length[:, None]
+    tail_k, tail_v = (
+        _where(there, x.gather(1, _like(row, x)), x.new_zeros(()))
+        for x in (cache.keys, cache.values)
+    )
+    return OmegaState(state, momentum, tail_k, tail_v, length.to(torch.int32))
+
+
+def _turned(
+    shape: OmegaShape, given: OmegaTensors, cache: OmegaCache, moving: Tensor
+) -> OmegaCache:
+    """Full chunks folded, and older rows met with the memory that a chunk begins with."""
+    older, b = shape.window - 1, shape.chunk_size
+    full = moving & (cache.filled == b)
+    cache = _chosen(full, begun(left(shape, cache, given.coefficients), b), cache)
+    k, v = cache.keys[:, :older], cache.values[:, :older]
+    error = _error(shape, k, v, cache.state, given.coefficients)
+    error = _where(moving & (cache.filled == 0), error, cache.residuals[:, :older])
+    return cache._replace(residuals=torch.cat((error, cache.residuals[:, older:]), 1))
+
+
+def _folded(
+    shape: OmegaShape, cache: OmegaCache, coefficients: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """M and S after the last token."""
+    keys, residuals = _rows(shape, cache, coefficients)
+    state = cache.decay[..., None, None] * cache.state
+    state = state - keys.mT @ (cache.write[..., None] * residuals)
+    if cache.momentum is None:
+        return state, None
+    assert cache.momentum_write is not None
+    assert cache.momentum_decay is not None
+    assert cache.carry is not None
+    state = state + cache.carry[..., None, None] * cache.momentum
+    momentum = cache.momentum_decay[..., None, None] * cache.momentum
+    return state, momentum - keys.mT @ (cache.momentum_write[..., None] * residuals)
+
+
+def _rows(
+    shape: OmegaShape, cache: OmegaCache, coefficients: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """φ(K) (N, H, n, D) and R (N, H, n, Dv), both of zeros where no row exists."""
+    row = torch.arange(cache.keys.shape[1], device=shape.device)
+    older = shape.window - 1
+    there = row >= older - cache.tail_length[:, None]
+    there = there & (row < older + cache.filled[:, None])
+    keys = _where(there, cache.keys, cache.keys.new_zeros(()))
+    residuals = _where(there, cache.residuals, cache.residuals.new_zeros(()))
+    return _phi(shape, keys, coefficients), residuals.transpose(1, 2)
+
+
+def _weights(shape: OmegaShape, given: OmegaTensors, cache: OmegaCache, filled: Tensor) -> Tensor:
+    """W (N, H, L, n): step · window_gates of each token at the rows of its window."""
+    older, window, length = shape.window - 1, shape.window, given.step.shape[1]
+    row = torch.arange(cache.keys.shape[1], device=shape.device)
+    t = filled[:, None, None] + torch.arange(length, device=shape.device)[:, None]
+    lag = older + t - row  # (N, L, n)
+    there = (lag >= 0) & (lag < window) & (row >= older - cache.tail_length[:, None, None])
+    step = given.step.to(shape.acc)[..., None]
+    gates = 1 / window if given.window_gates is None else given.window_gates.to(shape.acc)
+    weights = (step * gates).transpose(1, 2)  # (N, H, L, window or 1)
+    index = lag.clamp(0, weights.shape[3] - 1)[:, None].expand(-1, shape.heads, -1, -1)
+    return weights.gather(3, index).masked_fill(~there[:, None], 0)
+
+
+def _scan(gate: Tensor, first: Tensor, then: Tensor | None) -> Tensor:
+    """z_0 = first, z_t = gate_t z_{t−1} + then_t: (N, H, L + 1, ·) of (N, H, L), (N, H, ·)."""
+    left = triangle(torch.cat((torch.ones_like(gate[:, :, :1]), gate), 2))
+    if then is None:
+        return left[..., :1] * first[:, :, None]
+    return left @ torch.cat((first[:, :, None], then), 2)
+
+
+def _error(
+    shape: OmegaShape, k: Tensor, v: Tensor, state: Tensor, coefficients: Tensor | None
+) -> Tensor:
+    """R (N, L, H, Dv) of keys and values (N, L, H, ·)."""
+    value = v.to(shape.acc)
+    if shape.dot:
+        return -value
+    return (_phi(shape, k, coefficients) @ state).transpose(1, 2) - value
+
+
+def _phi(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tensor:
+    """φ of (N, L, H, d), as (N, H, L, D)."""
+    return features(shape, x.transpose(1, 2), coefficients).to(shape.acc)
+
+
+def _by_head(shape: OmegaShape, gate: Tensor) -> Tensor:
+    return gate.to(shape.acc).transpose(1, 2)
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """An index (N, L) into dimension 1 of x (N, T, …), for all else of x."""
+    return index[(..., *[None] * (x.ndim - 2))].expand(-1, -1, *x.shape[2:])
+
+
+def _where(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """`torch.where` for a mask of the leading dimensions."""
+    return torch.where(mask[(..., *[None] * (max(x.ndim, y.ndim) - mask.ndim))], x, y)
+
+
+def _chosen(mask: Tensor, x: OmegaCache, y: OmegaCache) -> OmegaCache:
+    """x where the mask (N,) holds, else y."""
+    chosen = (
+        None if a is None or b is None else _where(mask, a, b) for a, b in zip(x, y, strict=True)
+    )
+    return OmegaCache._make(chosen)

@@ -1,0 +1,50 @@
+"""A step in plain torch: any device and dtype, in fp32 (float64 for float64).
+
+The memories of a call are copied out of their slots, take the token as `omega_extend` would, and
+are copied back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..omega.cache import OmegaCache
+from ..omega.extend import advance
+from ..omega.op import OmegaShape, OmegaTensors
+from .op import StepTensors
+
+SPACE_FWD = SPACE_BWD = None
+
+
+def supports(shape: OmegaShape, arch: str) -> str | None:
+    """None: eager runs every call that passes the checks."""
+    return None
+
+
+def fwd(shape: OmegaShape, given: StepTensors, cache: OmegaCache) -> Tensor:
+    """y (N, H, Dv) in v's dtype; the cache is written."""
+    y = given.v.new_zeros(given.v.shape)
+    if shape.batch == 0 or cache.state.shape[0] == 0:
+        return y
+    live = given.slots >= 0
+    place = given.slots.clamp(min=0)
+    before = OmegaCache._make(None if x is None else x[place] for x in cache)
+    read, after = advance(shape, _one_token(given), before, live.long())
+    # A skipped row writes what a live one writes, the same bits to the same place: which rows to
+    # leave out is not known on the host. Without any live row, slot 0 gets what it holds.
+    row = torch.arange(shape.batch, device=shape.device)
+    writer = torch.where(live, row, live.long().argmax())
+    for x, new in zip(cache, after, strict=True):
+        if x is not None and new is not None:
+            x.index_copy_(0, place[writer], new[writer])
+    return torch.where(live[:, None, None], read[:, 0].to(y.dtype), y)
+
+
+def _one_token(given: StepTensors) -> OmegaTensors:
+    """Sequences of one token each."""
+    rows = (
+        given.q, given.k, given.v, given.step, given.decay, given.window_gates, given.momentum
+    )  # fmt: skip
+    tokens = [None if x is None else x[:, None] for x in rows]
+    return OmegaTensors._make((*tokens, given.coefficients, *[None] * 6))
