@@ -14,17 +14,19 @@ Letters in shapes, here and in every file:
 
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
-from .omega import OmegaState, omega_exact, omega_memory
+from .omega import OmegaGradient, OmegaState, omega_exact, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
 __all__ = [
     "Explanation",
+    "OmegaGradient",
     "OmegaState",
     "PolarStats",
     "explain",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_exact",
+    "omega_gradient",
     "omega_memory",
     "polar_attention",
     "softmax_attention",

@@ -22,9 +22,10 @@ import torch
 
 from .. import checks
 from ..dispatch import autocast_operands, explainable, requested, without_autocast
+from .gradient import OmegaGradient, omega_gradient
 from .op import MEMORY_FWD, PACKAGE, OmegaShape, OmegaTensors, omega_shape, tails
 
-__all__ = ["OmegaState", "omega_exact", "omega_memory"]
+__all__ = ["OmegaGradient", "OmegaState", "omega_exact", "omega_gradient", "omega_memory"]
 
 
 class OmegaState(NamedTuple):
