@@ -14,12 +14,22 @@ Letters in shapes, here and in every file:
 
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
-from .omega import OmegaGradient, OmegaState, omega_exact, omega_gradient, omega_memory
+from .omega import (
+    OmegaGradient,
+    OmegaHealth,
+    OmegaState,
+    omega_exact,
+    omega_gradient,
+    omega_health,
+    omega_memory,
+    omega_step_size,
+)
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 
 __all__ = [
     "Explanation",
     "OmegaGradient",
+    "OmegaHealth",
     "OmegaState",
     "PolarStats",
     "explain",
@@ -27,7 +37,9 @@ __all__ = [
     "newton_schulz",
     "omega_exact",
     "omega_gradient",
+    "omega_health",
     "omega_memory",
+    "omega_step_size",
     "polar_attention",
     "softmax_attention",
     "use_backend",
