@@ -10,8 +10,11 @@ from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
 from .family import Family
 from .newton_schulz import NEWTON_SCHULZ
+from .omega import OMEGA
 
-FAMILIES: dict[str, Family[Any, Any]] = {family.op: family for family in (ATTENTION, NEWTON_SCHULZ)}
+FAMILIES: dict[str, Family[Any, Any]] = {
+    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA)
+}
 
 
 def cases() -> dict[str, Case]:

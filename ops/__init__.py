@@ -14,7 +14,16 @@ Letters in shapes, here and in every file:
 
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
-from .omega import OmegaState, omega_exact, omega_memory
+from .omega import (
+    OmegaGradient,
+    OmegaHealth,
+    OmegaState,
+    omega_exact,
+    omega_gradient,
+    omega_health,
+    omega_memory,
+    omega_step_size,
+)
 from .omega.cache import OmegaCache, omega_cache, omega_extend
 from .omega_step import omega_step_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
@@ -22,6 +31,8 @@ from .polar_attention import PolarStats, polar_attention, softmax_attention
 __all__ = [
     "Explanation",
     "OmegaCache",
+    "OmegaGradient",
+    "OmegaHealth",
     "OmegaState",
     "PolarStats",
     "explain",
@@ -30,8 +41,11 @@ __all__ = [
     "omega_cache",
     "omega_exact",
     "omega_extend",
+    "omega_gradient",
+    "omega_health",
     "omega_memory",
     "omega_step_",
+    "omega_step_size",
     "polar_attention",
     "softmax_attention",
     "use_backend",

@@ -22,9 +22,21 @@ import torch
 
 from .. import checks
 from ..dispatch import autocast_operands, explainable, requested, without_autocast
+from .gradient import OmegaGradient, omega_gradient
+from .health import OmegaHealth, omega_health
 from .op import MEMORY_FWD, PACKAGE, OmegaShape, OmegaTensors, omega_shape, tails
+from .step_rule import omega_step_size
 
-__all__ = ["OmegaState", "omega_exact", "omega_memory"]
+__all__ = [
+    "OmegaGradient",
+    "OmegaHealth",
+    "OmegaState",
+    "omega_exact",
+    "omega_gradient",
+    "omega_health",
+    "omega_memory",
+    "omega_step_size",
+]
 
 
 class OmegaState(NamedTuple):

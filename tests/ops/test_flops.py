@@ -88,3 +88,41 @@ def test_counting_needs_no_memory() -> None:
         ops.softmax_attention(q, q, q)
     pairs = 131_072 * 131_073 // 2
     assert counter.get_total_flops() == 4 * pairs * 128 * 16
+
+
+def chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, velocity: torch.Tensor,
+    weights: torch.Tensor, *, momentum: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The products of one chunk of the Omega rule and one head: reads, and the memory after it."""
+    error = k @ state - v
+    y = q @ state - (weights * (q @ k.mT)) @ error
+    after = state - k.mT @ (weights[-1, :, None] * error)
+    if not momentum:
+        return y, after
+    return y + q @ velocity, after + velocity, velocity - k.mT @ (weights[0, :, None] * error)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize(("b", "window"), [(8, 1), (8, 4), (5, 12)])
+def test_products_of_the_omega_rule(b: int, window: int, momentum: bool) -> None:
+    """Backward: two products for each of the forward, and all of those but the last again."""
+    n, wide, values = b + window - 1, 6, 7
+    sizes = ((b, wide), (n, wide), (n, values), (wide, values), (wide, values), (b, n))
+    leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+    with FlopCounterMode(display=False) as forward:
+        results = chunk(*leaves, momentum=momentum)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    done = forward.get_total_flops()
+    again = done - 2 * b * n * values
+    assert flops.omega_forward(b, b, window, wide, values, momentum=momentum) == done
+    wanted = backward.get_total_flops() + again
+    assert flops.omega_backward(b, b, window, wide, values, momentum=momentum) == wanted
+    for tokens, chunks in ((3 * b, {b: 3}), (2 * b + 3, {b: 2, 3: 1})):
+        for count in (flops.omega_forward, flops.omega_backward):
+            total = sum(
+                many * count(size, size, window, wide, values, momentum=momentum)
+                for size, many in chunks.items()
+            )
+            assert count(tokens, b, window, wide, values, momentum=momentum) == total
