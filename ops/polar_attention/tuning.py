@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.compile import CompileCase, target_device
+from ...autotune.compile import CompileCase, KernelSource, Source, target_device
 from ...autotune.space import Config, Space, assume_device, use_config
 from ...reference import polar_attention as reference_polar
 from ...reference import softmax_attention as reference_softmax
@@ -138,20 +138,14 @@ MAX_STACK_FP32 = 1792
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
 
 
-# Rules beside dense causal Polar attention: each is another kernel, with loops of its own.
+# Dense causal Polar attention and rules beside it: each is another kernel, with loops of its own.
+# Packed sequences with a window have the loops and masks of both, so neither comes alone. Those
+# that differ most come first.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"window": 100},
+    {"sequences": 3, "window": 100},
+    {"polar": False, "null_value": False},
     {"causal": False, "null_value": False},
-    {"sequences": 3},
-    {"sequences": 3, "window": 100},
-    {"polar": False, "null_value": False},
-)
-# Of fp32 and wide heads, whose kernels take the compiler longest, those that differ most.
-_FEW_VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"sequences": 3, "window": 100},
-    {"polar": False, "null_value": False},
 )
 
 
@@ -162,33 +156,47 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, once per width and element size.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. The default configs are compiled for the rules of `_VARIANTS` too.
-    `quick` keeps the default config of each pass and width 64 and 128 in bf16.
+    what a call would compile. A config is compiled for the first of `_VARIANTS` that it serves, a
+    default one for several. `quick` keeps the default config of each pass and width 64 and 128 in
+    bf16.
     """
     cases: dict[tuple[Any, ...], CompileCase] = {}
+    sources: dict[str, Source] = {}
     device = target_device(target)
     with assume_device(device):
-        for dtype, width in _compiled(quick):
-            variants = _variants(dtype, width, quick)
-            spaces = (SPACE_FWD, SPACE_BWD)
-            for space, rules, length in itertools.product(spaces, variants, _LENGTHS):
+        for (dtype, width), space in itertools.product(_compiled(quick), (SPACE_FWD, SPACE_BWD)):
+            served: set[Config] = set()
+            variants = _VARIANTS[:1] if quick else _VARIANTS
+            for (place, rules), length in itertools.product(enumerate(variants), _LENGTHS):
                 shape = replace(_compile_shape(dtype, width, length), **rules)
                 key = space.bucket(shape)
-                default_only = quick or rules or length != _LENGTHS[0]
-                configs = (
-                    [space.default(key, device)] if default_only else space.fitting(key, device)
-                )
+                configs = [] if quick else space.fitting(key, device)
+                configs = [config for config in configs if config not in served]
+                if place < _default_variants(dtype, width):
+                    configs.append(space.default(key, device))
+                served.update(configs)
                 for config in configs:
                     for case in _recorded(space, config, shape):
-                        identity = (case.config.name, repr(case.source))
-                        cases.setdefault(identity, case)
+                        source = sources.setdefault(_without_width(case.source), case.source)
+                        cases.setdefault((config, repr(source)), replace(case, source=source))
     return list(cases.values())
 
 
-def _variants(dtype: torch.dtype, width: int, quick: bool) -> tuple[dict[str, Any], ...]:
-    if quick:
-        return _VARIANTS[:1]
-    return _VARIANTS if width <= 128 and dtype != torch.float32 else _FEW_VARIANTS
+def _default_variants(dtype: torch.dtype, width: int) -> int:
+    """For how many variants a default config is compiled; fp32 takes the compiler longest."""
+    if dtype == torch.float32:
+        return 2
+    return len(_VARIANTS) if width <= 128 else len(_VARIANTS) - 1
+
+
+def _without_width(source: Source) -> str:
+    """What tells a kernel from others: of two widths in the same tile the compiler sees the first.
+
+    They differ by the masks of columns alone, which the narrower one, compiled first, has.
+    """
+    assert isinstance(source, KernelSource)
+    constexprs = {name: value for name, value in source.constexprs.items() if name != "WIDTH"}
+    return repr(replace(source, constexprs=constexprs))
 
 
 def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
