@@ -139,26 +139,24 @@ _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd
 
 
 # Dense causal Polar attention and rules beside it: each is another kernel, with loops of its own.
-# Packed sequences with a window have the loops and masks of both, so neither comes alone. Those
-# that differ most come first.
+# Packed sequences with a window have the loops and masks of both, so neither comes alone.
+_HEAVIEST: dict[str, Any] = {"sequences": 3, "window": 100}
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"sequences": 3, "window": 100},
+    _HEAVIEST,
     {"polar": False, "null_value": False},
     {"causal": False, "null_value": False},
 )
-
-
-_LENGTHS = (256, 8192)  # where the default differs
+_QUICK: tuple[dict[str, Any], ...] = ({}, {"tq": 256, "tk": 256})  # each has a default of its own
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, once per width and element size.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. A config is compiled for the first of `_VARIANTS` that it serves, a
-    default one for several. `quick` keeps the default config of each pass and width 64 and 128 in
-    bf16.
+    what a call would compile. The default config is compiled for several of `_VARIANTS`, any other
+    for the first that it serves. `quick` keeps the default config of each pass and width 64 and 128
+    in bf16.
     """
     cases: dict[tuple[Any, ...], CompileCase] = {}
     sources: dict[str, Source] = {}
@@ -166,14 +164,14 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     with assume_device(device):
         for (dtype, width), space in itertools.product(_compiled(quick), (SPACE_FWD, SPACE_BWD)):
             served: set[Config] = set()
-            variants = _VARIANTS[:1] if quick else _VARIANTS
-            for (place, rules), length in itertools.product(enumerate(variants), _LENGTHS):
-                shape = replace(_compile_shape(dtype, width, length), **rules)
+            for rules in _QUICK if quick else _VARIANTS:
+                shape = replace(_compile_shape(dtype, width), **rules)
                 key = space.bucket(shape)
-                configs = [] if quick else space.fitting(key, device)
-                configs = [config for config in configs if config not in served]
-                if place < _default_variants(dtype, width):
-                    configs.append(space.default(key, device))
+                default = space.default(key, device)
+                others = [] if quick else space.fitting(key, device)
+                configs = [config for config in others if config not in served | {default}]
+                if quick or rules in _default_variants(dtype, width):
+                    configs.append(default)
                 served.update(configs)
                 for config in configs:
                     for case in _recorded(space, config, shape):
@@ -182,11 +180,11 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     return list(cases.values())
 
 
-def _default_variants(dtype: torch.dtype, width: int) -> int:
-    """For how many variants a default config is compiled; fp32 takes the compiler longest."""
+def _default_variants(dtype: torch.dtype, width: int) -> tuple[dict[str, Any], ...]:
+    """What a default config is compiled for: less where a kernel takes the compiler longest."""
     if dtype == torch.float32:
-        return 2
-    return len(_VARIANTS) if width <= 128 else len(_VARIANTS) - 1
+        return (_HEAVIEST,)
+    return _VARIANTS if width <= 128 else _VARIANTS[:2]
 
 
 def _without_width(source: Source) -> str:
@@ -205,12 +203,12 @@ def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
     return [(torch.bfloat16, width) for width in HALF_WIDTHS] + [(torch.float32, 128)]
 
 
-def _compile_shape(dtype: torch.dtype, width: int, length: int = 256) -> AttentionShape:
+def _compile_shape(dtype: torch.dtype, width: int) -> AttentionShape:
     return AttentionShape(
         polar=True,
         batch=1,
-        tq=length,
-        tk=length,
+        tq=8192,
+        tk=8192,
         heads_q=2,
         heads_k=1,
         head_dim=width,
