@@ -230,7 +230,9 @@ def _compile_cuda(source: CudaSource, name: str) -> Report:
     try:
         kernel = cuda_runtime.Kernel(source.file, source.name)
         arch = cuda_runtime.arch_flag(int(name.removeprefix("sm_")))
-        registers, stack, code = _disassembled(cuda_runtime.compiled(kernel, arch).code)
+        cubin = cuda_runtime.compiled(kernel, arch).code
+        registers, stack = _resources(cubin)
+        code = _machine_code(cubin)
     except Exception as error:
         return _failed(error, start)
     seconds = time.perf_counter() - start
@@ -287,13 +289,15 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
             target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32),
             options=options,
         )
-        registers, stack, code = _disassembled(compiled.asm["cubin"])
+        matrix = ptx.matrix_instruction(compiled.asm["ptx"])
+        registers, stack = _resources(compiled.asm["cubin"])
+        # All that `sass` looks for is about wgmma, and nvdisasm takes 0.4 s to start.
+        code = _machine_code(compiled.asm["cubin"]) if matrix == "wgmma" else ""
     except Exception as error:
         return _failed(error, start)
     seconds = time.perf_counter() - start
     shared = compiled.metadata.shared
     blocks = ARCHITECTURES[name].resident(registers, shared, compiled.metadata.num_warps)
-    matrix = ptx.matrix_instruction(compiled.asm["ptx"])
     serial, unset = sass.serial_wgmma(code), len(sass.unset_descriptors(code))
     barriers = len(ptx.shared_barriers(compiled.asm["ptx"]))
     return Report(registers, stack, shared, matrix, serial, unset, barriers, blocks, seconds)
@@ -321,25 +325,30 @@ def _kernel(source: KernelSource) -> Any:
     return kernel
 
 
-def _disassembled(cubin: bytes) -> tuple[int, int, str]:
-    """Registers, stack bytes and machine code of the one kernel in a cubin."""
-    import triton
-
-    tools = triton.knobs.nvidia
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-
-        def said(*command: str) -> str:
-            command = (*command, file.name)
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-        usage = said(tools.cuobjdump.path, "--dump-resource-usage")
-        code = said(tools.nvdisasm.path, "-c")
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of the one kernel in a cubin."""
+    usage = _said("cuobjdump", "--dump-resource-usage", cubin)
     registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
     if registers is None or stack is None:
         raise ValueError(f"no resource usage in the output of cuobjdump: {usage!r}")
-    return int(registers[1]), int(stack[1]), code
+    return int(registers[1]), int(stack[1])
+
+
+def _machine_code(cubin: bytes) -> str:
+    """The instructions and labels of a cubin, as `sass` reads them."""
+    return _said("nvdisasm", "-c", cubin)
+
+
+def _said(tool: str, option: str, cubin: bytes) -> str:
+    """What a tool in Triton's package prints of a cubin."""
+    import triton
+
+    path = getattr(triton.knobs.nvidia, tool).path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = (path, option, file.name)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def expected_matrix(matrix: str, target: str) -> str:
@@ -397,12 +406,13 @@ def compile_all(
     from tqdm import tqdm
 
     workers = min(workers or os.cpu_count() or 1, max(len(sources), 1))
+    # fp32 kernels take the compiler longest: the last of them should not be waited for alone.
+    order = sorted(range(len(sources)), key=lambda index: sources[index].half_precision)
     reports: dict[int, Report] = {}
     with _without_interpreter():
         with _pool(workers) as pool, tqdm(total=len(sources), unit="kernel", disable=None) as bar:
             futures = {
-                pool.submit(compile_kernel, source, target): index
-                for index, source in enumerate(sources)
+                pool.submit(compile_kernel, sources[index], target): index for index in order
             }
             for future in as_completed(futures):
                 with contextlib.suppress(BrokenProcessPool):

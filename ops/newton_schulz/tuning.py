@@ -5,7 +5,7 @@ Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,9 +162,9 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every config that fits the target, on the largest matrices that it serves.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. Default configs are compiled for padded and for tall matrices, too.
-    `quick` keeps the default configs of two sizes with fp16 iterates. CUDA C++ takes part where its
-    compiler is installed.
+    what a call would compile. Default configs are compiled for padded matrices, too, and each
+    kernel for tall ones once. `quick` keeps the default configs of two sizes with fp16 iterates.
+    CUDA C++ takes part where its compiler is installed.
     """
     cases: dict[tuple[str, str], CompileCase] = {}
     spaces = [SPACE_FWD, SPACE_BWD]
@@ -179,7 +179,8 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
                 for case in _cases(space, config, device, quick):
                     cases.setdefault((config.name, repr(case.source)), case)
         if not quick:
-            for case in (*_large_cases(device), *_few_cases(device), *_factor_cases()):
+            tall = _tall_cases(spaces, device)
+            for case in (*tall, *_large_cases(device), *_few_cases(device), *_factor_cases()):
                 cases.setdefault((case.config.name, repr(case.source)), case)
     return list(cases.values())
 
@@ -195,10 +196,27 @@ def _cases(space: Space, config: Config, device: Device, quick: bool) -> list[Co
     if config == space.default(key, device):
         if not quick and dtype != torch.float32:  # which takes the compiler longest
             shapes.append(_compile_shape(dtype, rows - 1, cols - 1))
-            shapes.append(_compile_shape(dtype, cols, rows))
     elif quick:
         return []
     return [_recorded(space, config, each) for each in shapes]
+
+
+def _tall_cases(spaces: Sequence[Space], device: Device) -> list[CompileCase]:
+    """Tall matrices of the largest size whose default a kernel is: it reads them transposed.
+
+    What does so is the same for other sizes, and takes no more stack than ragged matrices do.
+    """
+    cases: dict[str, CompileCase] = {}
+    for space in spaces:
+        for config in sorted(space.configs, key=lambda config: config["ROWS"] * config["COLS"]):
+            shape = _compile_shape(torch.bfloat16, config["COLS"], config["ROWS"])
+            key = space.bucket(shape)
+            if not shape.tall or space.fits(config, key, device) is not None:
+                continue
+            if config == space.default(key, device):
+                case = _recorded(space, config, shape)
+                cases[case.source.name.partition("<")[0]] = case
+    return list(cases.values())
 
 
 def _large_cases(device: Device) -> list[CompileCase]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.compile import CompileCase, target_device
+from ...autotune.compile import CompileCase, KernelSource, Source, target_device
 from ...autotune.space import Config, Space, assume_device, use_config
 from ...reference import polar_attention as reference_polar
 from ...reference import softmax_attention as reference_softmax
@@ -138,57 +138,63 @@ MAX_STACK_FP32 = 1792
 _MEMORY_BOUND = ("attention_bwd_prepare", "attention_bwd_finish", "attention_bwd_parameters")
 
 
-# Rules beside dense causal Polar attention: each is another kernel, with loops of its own.
+# Dense causal Polar attention and rules beside it: each is another kernel, with loops of its own.
+# Packed sequences with a window have the loops and masks of both, so neither comes alone.
+_HEAVIEST: dict[str, Any] = {"sequences": 3, "window": 100}
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"window": 100},
+    _HEAVIEST,
+    {"polar": False, "null_value": False},
     {"causal": False, "null_value": False},
-    {"sequences": 3},
-    {"sequences": 3, "window": 100},
-    {"polar": False, "null_value": False},
 )
-# Of fp32 and wide heads, whose kernels take the compiler longest, those that differ most.
-_FEW_VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"sequences": 3, "window": 100},
-    {"polar": False, "null_value": False},
-)
-
-
-_LENGTHS = (256, 8192)  # where the default differs
+_QUICK: tuple[dict[str, Any], ...] = ({}, {"tq": 256, "tk": 256})  # each has a default of its own
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, once per width and element size.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. The default configs are compiled for the rules of `_VARIANTS` too.
-    `quick` keeps the default config of each pass and width 64 and 128 in bf16.
+    what a call would compile. The default config is compiled for several of `_VARIANTS`, any other
+    for the first that it serves. `quick` keeps the default config of each pass and width 64 and 128
+    in bf16.
     """
     cases: dict[tuple[Any, ...], CompileCase] = {}
+    sources: dict[str, Source] = {}
     device = target_device(target)
     with assume_device(device):
-        for dtype, width in _compiled(quick):
-            variants = _variants(dtype, width, quick)
-            spaces = (SPACE_FWD, SPACE_BWD)
-            for space, rules, length in itertools.product(spaces, variants, _LENGTHS):
-                shape = replace(_compile_shape(dtype, width, length), **rules)
+        for (dtype, width), space in itertools.product(_compiled(quick), (SPACE_FWD, SPACE_BWD)):
+            served: set[Config] = set()
+            for rules in _QUICK if quick else _VARIANTS:
+                shape = replace(_compile_shape(dtype, width), **rules)
                 key = space.bucket(shape)
-                default_only = quick or rules or length != _LENGTHS[0]
-                configs = (
-                    [space.default(key, device)] if default_only else space.fitting(key, device)
-                )
+                default = space.default(key, device)
+                others = [] if quick else space.fitting(key, device)
+                configs = [config for config in others if config not in served | {default}]
+                if quick or rules in _default_variants(dtype, width):
+                    configs.append(default)
+                served.update(configs)
                 for config in configs:
                     for case in _recorded(space, config, shape):
-                        identity = (case.config.name, repr(case.source))
-                        cases.setdefault(identity, case)
+                        source = sources.setdefault(_without_width(case.source), case.source)
+                        cases.setdefault((config, repr(source)), replace(case, source=source))
     return list(cases.values())
 
 
-def _variants(dtype: torch.dtype, width: int, quick: bool) -> tuple[dict[str, Any], ...]:
-    if quick:
-        return _VARIANTS[:1]
-    return _VARIANTS if width <= 128 and dtype != torch.float32 else _FEW_VARIANTS
+def _default_variants(dtype: torch.dtype, width: int) -> tuple[dict[str, Any], ...]:
+    """What a default config is compiled for: less where a kernel takes the compiler longest."""
+    if dtype == torch.float32:
+        return (_HEAVIEST,)
+    return _VARIANTS if width <= 128 else _VARIANTS[:2]
+
+
+def _without_width(source: Source) -> str:
+    """What tells a kernel from others: of two widths in the same tile the compiler sees the first.
+
+    They differ by the masks of columns alone, which the narrower one, compiled first, has.
+    """
+    assert isinstance(source, KernelSource)
+    constexprs = {name: value for name, value in source.constexprs.items() if name != "WIDTH"}
+    return repr(replace(source, constexprs=constexprs))
 
 
 def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
@@ -197,12 +203,12 @@ def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
     return [(torch.bfloat16, width) for width in HALF_WIDTHS] + [(torch.float32, 128)]
 
 
-def _compile_shape(dtype: torch.dtype, width: int, length: int = 256) -> AttentionShape:
+def _compile_shape(dtype: torch.dtype, width: int) -> AttentionShape:
     return AttentionShape(
         polar=True,
         batch=1,
-        tq=length,
-        tk=length,
+        tq=8192,
+        tk=8192,
         heads_q=2,
         heads_k=1,
         head_dim=width,

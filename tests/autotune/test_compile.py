@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def environment(**extra):
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | extra
 
 
-def compile_elsewhere(jobs, tmp_path):
+def compile_elsewhere(jobs, tmp_path, **extra):
     """Reports of [(source, target), …], compiled in one fresh process without the interpreter."""
     (tmp_path / "jobs").write_bytes(pickle.dumps(jobs))
     script = (
@@ -65,7 +66,7 @@ def compile_elsewhere(jobs, tmp_path):
         "reports = [compile_kernel(*job) for job in jobs]\n"
         "pickle.dump(reports, open(sys.argv[2], 'wb'))\n"
     )
-    env = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    env = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"), **extra)
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", script, str(tmp_path / "jobs"), str(tmp_path / "reports")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
@@ -125,6 +126,17 @@ def test_wgmma_that_run_one_by_one_are_seen(reports):
     # Without registers to keep products in flight, ptxas waits for each of them.
     serial = {name for name, report in reports.items() if report.serial}
     assert serial == {"too wide for wgmma"}
+
+
+def test_only_kernels_with_wgmma_are_disassembled(tmp_path):
+    tool = tmp_path / "nvdisasm"
+    tool.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "release 12.8" && exit\nexit 3\n')
+    tool.chmod(0o755)
+    jobs = [(double(), "sm_90"), (product(), "sm_80"), (product(), "sm_90")]
+    reports = compile_elsewhere(jobs, tmp_path, TRITON_NVDISASM_PATH=str(tool))
+    assert [report.matrix for report in reports[:2]] == ["fma", "mma"]
+    assert [report.error for report in reports[:2]] == [None, None]
+    assert "nvdisasm" in reports[2].error
 
 
 def test_a_kernel_that_does_not_compile_reports_the_error(reports):
@@ -256,6 +268,34 @@ def test_command_passes_when_every_config_passes(tmp_path):
     done = run_command(tmp_path, "probe", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_90: 1 kernels, 0 failed" in done.stdout
+
+
+class Pool:
+    """One that compiles nothing: registers of a report count the kernels begun before."""
+
+    def __init__(self):
+        self.begun = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, source, target):
+        future = Future()
+        future.set_result(report_.Report(registers=len(self.begun)))
+        self.begun.append(source)
+        return future
+
+
+def test_fp32_is_begun_first_and_reports_keep_their_order(monkeypatch):
+    pool = Pool()
+    monkeypatch.setattr(report_, "_pool", lambda workers: pool)
+    sources = [product(), broken(), double(), broken()]
+    reports = report_.compile_all(sources, "sm_90")
+    assert pool.begun == [sources[i] for i in (1, 3, 0, 2)]
+    assert [report.registers for report in reports] == [2, 0, 3, 1]
 
 
 def test_a_dead_compiler_costs_one_report(tmp_path):

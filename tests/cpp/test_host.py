@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fastweights.autotune import sass
-from fastweights.autotune.compile import _disassembled
+from fastweights.autotune.compile import _machine_code, _resources
 from fastweights.ops import cuda_runtime
 from fastweights.ops.cuda_runtime import Kernel
 
@@ -91,7 +91,9 @@ def test_compiles_as_meant(
 ) -> None:
     monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
     kernel = Kernel(f"newton_schulz/newton_schulz_{source}.cuh", f"fastweights::{name}")
-    registers, used, code = _disassembled(cuda_runtime.compiled(kernel, arch).code)
+    cubin = cuda_runtime.compiled(kernel, arch).code
+    registers, used = _resources(cubin)
+    code = _machine_code(cubin)
     assert used <= stack, f"{registers} registers, {used} bytes of stack"
     # ptxas 13.0 was seen to take two products for one.
     products = len(re.findall(r"\bHGMMA\.64x64", code))

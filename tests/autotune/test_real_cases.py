@@ -1,0 +1,167 @@
+"""What compile reports of the ops cover: fewer variants of a config, never fewer configs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastweights.autotune.compile import CompileCase, CudaSource, target_device
+from fastweights.autotune.space import assume_device
+from fastweights.ops.newton_schulz import tuning as newton_schulz
+from fastweights.ops.polar_attention import tuning as polar
+from fastweights.ops.polar_attention.triton_spaces import block_d
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = ("sm_80", "sm_90")
+
+# Launches are recorded of kernels as the compiler sees them, which the interpreter replaces.
+CASES = """
+import pickle, sys
+from fastweights.autotune.cases import tuning_of
+cases = {
+    (op, target, quick): tuning_of(op).compile_cases(target, quick)
+    for op in ("newton_schulz", "polar_attention")
+    for target in sys.argv[2:]
+    for quick in (False, True)
+}
+pickle.dump(cases, open(sys.argv[1], "wb"))
+"""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, bool], Any]:
+    """Cases by op, target, and whether they are the quick ones."""
+    path = tmp_path_factory.mktemp("cases") / "cases"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", CASES, str(path), *TARGETS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return pickle.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", ["newton_schulz", "polar_attention"])
+def test_the_quick_cases_are_some_of_all(cases: Any, op: str, target: str) -> None:
+    quick, every = (
+        {(case.config.name, repr(case.source)) for case in cases[op, target, short]}
+        for short in (True, False)
+    )
+    assert quick < every
+
+
+def attention_variant(case: CompileCase) -> tuple[int, int]:
+    """Bytes of an element, and width of the tile."""
+    constants = case.source.constexprs
+    width = constants.get("BLOCK_D") or constants["CHUNK"] * constants["CHUNKS"]
+    return 2 if case.source.half_precision else 4, width
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_attention_config_is_compiled_at_every_width(cases: Any, target: str) -> None:
+    device = target_device(target)
+    wanted = set()
+    sizes = [(torch.bfloat16, width) for width in polar.HALF_WIDTHS] + [(torch.float32, 128)]
+    with assume_device(device):
+        for (dtype, width), space, null_value in itertools.product(
+            sizes, (polar.SPACE_FWD, polar.SPACE_BWD), (True, False)
+        ):
+            shape = replace(polar._compile_shape(dtype, width), null_value=null_value)
+            for config in space.fitting(space.bucket(shape), device):
+                tile = width if config.get("HOPPER") else block_d(width)
+                wanted.add((space.pass_, config.name, dtype.itemsize, tile))
+    names = ("attention_fwd", "attention_bwd_dkdv")
+    found = {
+        (case.pass_, case.config.name, *attention_variant(case))
+        for case in cases["polar_attention", target, False]
+        if case.source.name in names
+    }
+    assert found == wanted
+    # The single-pass form serves no null value: it is compiled for the first rule without one.
+    assert any("single1" in name for _, name, _, _ in found)
+
+
+def flags(case: CompileCase) -> tuple[bool, ...]:
+    constants = case.source.constexprs
+    return tuple(constants[name] for name in ("POLAR", "CAUSAL", "WINDOW", "PACKED"))
+
+
+def test_default_attention_configs_are_compiled_for_the_rules_that_differ_most(cases: Any) -> None:
+    dense, most = (True, True, False, False), (True, True, True, True)
+    softmax, whole = (False, True, False, False), (True, False, False, False)
+    by_kernel = defaultdict(set)
+    for case in cases["polar_attention", "sm_90", False]:
+        if case.source.name in ("attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"):
+            by_kernel[(case.source.name, *attention_variant(case))].add(flags(case))
+    assert {(size, width) for _, size, width in by_kernel} >= {(2, 64), (2, 192), (4, 128)}
+    for (_, size, width), found in by_kernel.items():
+        if size == 4 or width > 128:
+            assert found == {dense, most}
+        else:
+            assert found == {dense, most, softmax, whole}
+
+
+def test_kernels_of_two_widths_in_one_tile_are_compiled_once(cases: Any) -> None:
+    widths = defaultdict(set)
+    for case in cases["polar_attention", "sm_90", False]:
+        if "BLOCK_D" in case.source.constexprs:
+            widths[attention_variant(case)].add(case.source.constexprs["WIDTH"])
+    # The narrower of two: its columns are masked.
+    assert widths == {(2, 64): {64}, (2, 128): {128}, (2, 256): {192}, (4, 128): {128}}
+
+
+def test_every_newton_schulz_config_is_compiled(cases: Any) -> None:
+    found = {
+        (case.op, case.pass_, case.config.name) for case in cases["newton_schulz", "sm_90", False]
+    }
+    device = target_device("sm_90")
+    wanted = set()
+    for space in newton_schulz.SPACES:
+        if space.backend == "cuda" and newton_schulz.cuda_runtime.missing() is not None:
+            continue
+        for config in space.configs:
+            key = space_key(space, config)
+            if space.fits(config, key, device) is None:
+                wanted.add((space.op, space.pass_, config.name))
+    assert wanted <= found
+    assert {pass_ for _, pass_, _ in found} == {"fwd", "bwd", "symmetric", "few", "norm"}
+
+
+def space_key(space: Any, config: Any) -> Any:
+    """The key of the largest matrices that a config may serve."""
+    rows = config.get("ROWS") or 512
+    cols = config.get("COLS") or rows
+    dtype = torch.bfloat16 if config.get("HALF", 1) else torch.float32
+    return space.bucket(newton_schulz._compile_shape(dtype, rows, cols))
+
+
+def test_tall_matrices_are_compiled_once_a_kernel(cases: Any) -> None:
+    tall: Counter[str] = Counter()
+    ragged = set()
+    for case in cases["newton_schulz", "sm_90", False]:
+        source = case.source
+        kernel = source.name.partition("<")[0]
+        if isinstance(source, CudaSource):
+            tall[kernel] += "true" in source.name
+        elif "X_ORDER" in source.constexprs:
+            tall[kernel] += source.constexprs["X_ORDER"] == 1
+            if not source.constexprs["EXACT"]:
+                ragged.add((case.pass_, case.config["ROWS"], case.config["COLS"]))
+    once = {"newton_schulz_fwd", "newton_schulz_bwd"}
+    if newton_schulz.cuda_runtime.missing() is None:
+        once |= {f"fastweights::newton_schulz{x}" for x in ("", "_wide", "_backward")}
+    assert {kernel for kernel, times in tall.items() if times} == once
+    assert max(tall.values()) == 1
+    assert {("fwd", 128, 256), ("fwd", 16, 1024), ("bwd", 64, 256)} <= ragged
