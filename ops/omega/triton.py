@@ -38,8 +38,8 @@ def fwd(
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     call = Call(shape, given)
     call.gates()
-    states, momenta, state, velocity = call.chain()
-    return call.reads(states, momenta), state, velocity
+    begins, ends = call.chain()
+    return call.reads(begins), ends["state"], ends["velocity"]
 
 
 def bwd(

@@ -51,11 +51,11 @@ class Backward(Call):
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Of the first `DIFFERENTIABLE` tensors of a call, None where there is no tensor."""
         self.gates()
-        states, momenta, *_ = self.chain()
+        begins, _ = self.chain(low=True)
         pull, pull_momentum = self._pull()
         d_states, d_momenta, d_initial, d_initial_momentum = self._chain_back(pull, pull_momentum)
         del pull, pull_momentum
-        return self._of_chunks(states, momenta, d_states, d_momenta, d_initial, d_initial_momentum)
+        return self._of_chunks(begins, d_states, d_momenta, d_initial, d_initial_momentum)
 
     def _pull(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape, config = self.shape, self.config
@@ -118,8 +118,7 @@ class Backward(Call):
 
     def _of_chunks(
         self,
-        states: torch.Tensor,
-        momenta: torch.Tensor | None,
+        begins: dict[str, torch.Tensor | None],
         d_states: torch.Tensor,
         d_momenta: torch.Tensor | None,
         d_initial: torch.Tensor,
@@ -166,8 +165,7 @@ class Backward(Call):
             "carry": self.carry,
             "writes": self.edges["writes"],
             "pushes": self.edges["pushes"],
-            "states": states,
-            "momenta": momenta,
+            **begins,
             "d_states": d_states,
             "d_momenta": d_momenta,
             "d_q": d_q,
@@ -187,6 +185,7 @@ class Backward(Call):
         constants = {
             **self.reading,
             "GATES": given.window_gates is not None,
+            "LOW": begins["states_low"] is not None,
             "V": self.config["VALUES_V"],
         }
         config = Config.make(self.config["WARPS"], 1)

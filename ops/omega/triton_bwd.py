@@ -250,7 +250,7 @@ def _store_keys(
 def omega_gradients(
     q, k, v, d_y, tail_k, tail_v, tail_length, step, window_gates, cu,
     whole, rest, m_whole, m_rest, carry, band, m_band, writes, pushes,
-    states, momenta, d_states, d_momenta,
+    states, momenta, states_low, momenta_low, d_states, d_momenta,
     d_q, d_k, d_v, edge_k, edge_v, older_scores, older_weights, older_alpha, older_theta,
     d_step, d_decay, d_theta, d_gates,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
@@ -261,8 +261,8 @@ def omega_gradients(
     stride_yb: tl.int64, stride_yt: tl.int64, stride_yh: tl.int64,
     OLDER: tl.constexpr, DOT: tl.constexpr, DECAY: tl.constexpr, GATES: tl.constexpr,
     MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
-    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
+    HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, GATES_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk and head, V columns of values at a time.
@@ -362,8 +362,14 @@ def omega_gradients(
                 (write[:, None] * error).to(kt.dtype), tl.trans(dM), input_precision=PRECISION
             )
             if not OLDER:
+                # Gradients of decays are sums of products with M that nearly cancel.
                 from_state += tl.dot(M, tl.trans(dy), input_precision=PRECISION)
-                state_state += tl.sum(tl.sum(M.to(tl.float32) * dM.to(tl.float32), 1), 0)
+                wide = M.to(tl.float32)
+                if LOW:
+                    lost = tl.load(states_low + cells, mask=inside, other=0.0)
+                    from_state += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
+                    wide += lost.to(tl.float32)
+                state_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
             if MOMENTUM:
                 dS = tl.load(d_momenta + cells, mask=inside, other=0.0)
                 pushing = tl.dot(kt, dS, input_precision=PRECISION)
@@ -376,6 +382,10 @@ def omega_gradients(
                     S = tl.load(momenta + cells, mask=inside, other=0.0)
                     from_momentum += tl.dot(S, tl.trans(dy), input_precision=PRECISION)
                     wide = S.to(tl.float32)
+                    if LOW:
+                        lost = tl.load(momenta_low + cells, mask=inside, other=0.0)
+                        from_momentum += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
+                        wide += lost.to(tl.float32)
                     momentum_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
                     momentum_momentum += tl.sum(tl.sum(wide * dS.to(tl.float32), 1), 0)
             if not DOT:

@@ -147,17 +147,26 @@ class Call:
         kernel = (KERNELS, "omega_gates")
         runtime.launch(OP, kernel, programs, self.device, GATES_CONFIG, arguments, constants)
 
-    def chain(self) -> tuple[torch.Tensor, ...]:
-        """M and S at the begin of each chunk, in k's dtype, and after the last token."""
+    def chain(self, low: bool = False) -> tuple[dict[str, torch.Tensor | None], ...]:
+        """M and S at the begin of each chunk, in k's dtype, and after the last token.
+
+        `low`: also what rounding took from the former, where it takes anything.
+        """
         shape, given = self.shape, self.given
         each = (self.slots, shape.heads, shape.wide, shape.values)
         last = (shape.batch, shape.heads, shape.wide, shape.values)
-        states = empty(each, dtype=shape.dtype, device=self.device)
-        state = self.empty(*last)
-        momenta = velocity = None
-        if shape.momentum:
-            momenta = empty(each, dtype=shape.dtype, device=self.device)
-            velocity = self.empty(*last)
+        low = low and shape.dtype != torch.float32
+
+        def rounded(needed: bool) -> torch.Tensor | None:
+            return empty(each, dtype=shape.dtype, device=self.device) if needed else None
+
+        begins = {
+            "states": rounded(True),
+            "momenta": rounded(shape.momentum),
+            "states_low": rounded(low),
+            "momenta_low": rounded(low and shape.momentum),
+        }
+        ends = {"state": self.empty(*last), "velocity": self.when(shape.momentum, *last)}
         config = self.config
         starts = {
             name: None if x is None else x.contiguous()
@@ -173,10 +182,8 @@ class Call:
             "cu": given.cu_seqlens,
             **self.edges,
             **starts,
-            "states": states,
-            "momenta": momenta,
-            "state": state,
-            "velocity": velocity,
+            **begins,
+            **ends,
             **self.sizes,
             "slots": self.slots,
             **strides("k", self.k),
@@ -188,15 +195,16 @@ class Call:
             "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
             "V": config["CHAIN_V"],
             "STAGES": config.num_stages,
+            "LOW": low,
         }
         programs = shape.batch * shape.heads * -(-shape.values // config["CHAIN_V"])
         runtime.launch(
             OP, (KERNELS, "omega_chain"), programs, self.device, config, arguments, constants
         )
-        return states, momenta, state, velocity
+        return begins, ends
 
-    def reads(self, states: torch.Tensor, momenta: torch.Tensor | None) -> torch.Tensor:
-        """y; of packed calls the padding behind the last sequence is 0."""
+    def reads(self, begins: dict[str, torch.Tensor | None]) -> torch.Tensor:
+        """y, from what `chain` returned first; the padding behind packed sequences is 0."""
         shape, config = self.shape, self.config
         y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
         if shape.packed:
@@ -209,8 +217,8 @@ class Call:
             "cu": self.given.cu_seqlens,
             **self.sums,
             "carry": self.carry,
-            "states": states,
-            "momenta": momenta,
+            "states": begins["states"],
+            "momenta": begins["momenta"],
             "y": y,
             **self.sizes,
             **strides("q", self.q),

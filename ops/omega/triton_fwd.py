@@ -200,20 +200,21 @@ def _written(
 @triton.jit(do_not_specialize=CHAIN_RUNTIME)
 def omega_chain(
     k, v, tail_k, tail_v, tail_length, cu, writes, pushes, ends, initial_state, initial_momentum,
-    states, momenta, state, velocity,
+    states, momenta, states_low, momenta_low, state, velocity,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32, slots: tl.int32,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     DOT: tl.constexpr, MOMENTUM: tl.constexpr, INITIAL: tl.constexpr,
     INITIAL_MOMENTUM: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
-    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr,
+    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, LOW: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """V columns of the memory of one head of one sequence, through all of its chunks.
 
-    states, momenta (slots, H, D, Dv), k's dtype: M and S at a chunk's begin. state, velocity
+    states, momenta (slots, H, D, Dv), k's dtype: M and S at a chunk's begin; states_low,
+    momenta_low: with LOW, what rounding took from them. state, velocity
     (N, H, D, Dv), fp32: after the last token. Small loads are made a chunk ahead: each would else
     be waited for between one product and the next.
     """
@@ -283,9 +284,16 @@ def omega_chain(
         low = M.to(k.dtype.element_ty)
         to = ((slot0 + number).to(tl.int64) * heads + head) * (WIDTH * VALUES)
         tl.store(states + to + cells, low, mask=inside)
+        if LOW:
+            lost = (M - low.to(tl.float32)).to(low.dtype)
+            tl.store(states_low + to + cells, lost, mask=inside)
         M = rate * M
         if MOMENTUM:
-            tl.store(momenta + to + cells, S.to(k.dtype.element_ty), mask=inside)
+            low_momentum = S.to(k.dtype.element_ty)
+            tl.store(momenta + to + cells, low_momentum, mask=inside)
+            if LOW:
+                lost = (S - low_momentum.to(tl.float32)).to(low.dtype)
+                tl.store(momenta_low + to + cells, lost, mask=inside)
             M += carry * S
             S = drop * S
         there = t < size

@@ -17,8 +17,8 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
-# With rows of less than 64 columns ptxas (of Triton 3.6) forms some descriptors of wgmma from
-# registers that it never set; two warps multiply without wgmma.
+# With rows of less than 64 columns, and in fp32, ptxas (of Triton 3.6) forms some descriptors of
+# wgmma from registers that it never set, as it does for eight warps; two multiply without wgmma.
 WIDE, NARROW_WARPS = 64, 2
 
 
@@ -80,20 +80,20 @@ def refusal(shape: OmegaShape) -> str | None:
     return None
 
 
-def _columns(config: Config, bucket: Bucket, *parallel: str) -> str | None:
-    """Tiles of no more columns than there are; those of chunks on their own of WIDE, or of all."""
+def _columns(config: Config, bucket: Bucket, warps: str, *parallel: str) -> str | None:
+    """None, or why the columns of a config's tiles are not for a bucket."""
     for tile in ("CHAIN_V", *parallel):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
-    for tile in parallel:
-        if config[tile] < min(WIDE, bucket.values):
-            return f"{tile} is {config[tile]}, for fewer columns than {bucket.values}"
+    narrow = bucket.size == 4 or bucket.values < WIDE
+    if narrow != (config[warps] == NARROW_WARPS):
+        return f"is for {'16-bit tiles of 64 columns' if narrow else 'fewer columns, or fp32'}"
     return None
 
 
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
-    reason = _columns(config, bucket, "READ_V")
+    reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
     rows = bucket.chunk + bucket.halo
@@ -140,9 +140,7 @@ SPACE_FWD = Space(
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
         _config(32, 3, 64),
-        _config(32, 3, 64, 8),
         _config(32, 3, 128),
-        _config(32, 3, 128, 8),
         _config(64, 3, 64),
         _config(64, 3, 128),
         _config(64, 2, 64),
@@ -156,7 +154,7 @@ SPACE_FWD = Space(
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
-    reason = _columns(config, bucket, "PULL_V", "VALUES_V")
+    reason = _columns(config, bucket, "WARPS", "PULL_V", "VALUES_V")
     if reason is not None:
         return reason
     rows = bucket.chunk + bucket.halo
