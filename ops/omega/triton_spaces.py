@@ -17,8 +17,9 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
-# With rows of less than 64 columns, and in fp32, ptxas (of Triton 3.6) forms some descriptors of
-# wgmma from registers that it never set, as it does for eight warps; two multiply without wgmma.
+# With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
+# descriptors of wgmma from registers that it never set; two warps multiply without wgmma. It does
+# so for reads by eight warps, too.
 WIDE, NARROW_WARPS = 64, 2
 
 
@@ -85,9 +86,9 @@ def _columns(config: Config, bucket: Bucket, warps: str, *parallel: str) -> str 
     for tile in ("CHAIN_V", *parallel):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
-    narrow = bucket.size == 4 or bucket.values < WIDE
+    narrow = bucket.values < WIDE or (bucket.size == 4 and bucket.momentum)
     if narrow != (config[warps] == NARROW_WARPS):
-        return f"is for {'16-bit tiles of 64 columns' if narrow else 'fewer columns, or fp32'}"
+        return f"is for tiles that {'wgmma serves' if narrow else 'wgmma does not serve'}"
     return None
 
 
