@@ -20,6 +20,7 @@ Packed sequences are taken one by one: `cu_seqlens` is read on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -424,11 +425,14 @@ class Run:
 # ---- feature maps -------------------------------------------------------------------------------
 
 
-def _powers(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> list[Tensor]:
-    """a_0, a_1, …, to be multiplied with x (B, H, T, d)."""
-    a = x.new_tensor(ELEMENTWISE, dtype=shape.acc) if coefficients is None else coefficients
-    a = a.to(shape.acc)
-    return [part if part.ndim == 0 else part[:, None, None] for part in a.unbind(-1)]
+def _powers(shape: OmegaShape, coefficients: Tensor | None) -> Sequence[Tensor | float]:
+    """a_0, a_1, …, to be multiplied with x (B, H, T, d). The default ones stay on the host, from
+    which a captured graph could not copy them.
+    """
+    if coefficients is None:
+        return ELEMENTWISE
+    parts = coefficients.to(shape.acc).unbind(-1)
+    return [part if part.ndim == 0 else part[:, None, None] for part in parts]
 
 
 def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tensor:
@@ -437,7 +441,7 @@ def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tenso
         return x
     wide = x.to(shape.acc)
     total = torch.zeros_like(wide)
-    for a in reversed(_powers(shape, x, coefficients)):
+    for a in reversed(_powers(shape, coefficients)):
         total = total * wide + a
     return total.to(x.dtype)
 
@@ -449,7 +453,7 @@ def features_backward(
     if shape.feature_map == "identity":
         return d, 0.0
     wide = x.to(shape.acc)
-    powers = _powers(shape, x, coefficients)
+    powers = _powers(shape, coefficients)
     d_x = torch.zeros_like(wide)
     of_each = []
     power = torch.ones_like(wide)
