@@ -194,9 +194,11 @@ def _chunk(
     write, push = (rows[..., missing:] for rows in (scans.write, scans.push))
     total = push[:, :, -1] if shape.momentum else push.sum(2)
     return OmegaGradient(
-        residual.transpose(1, 2),
-        write,
-        push if shape.momentum else None,
-        *(None if x is None else x.transpose(1, 2) for x in (scans.rate, scans.carry, scans.drop)),
-        x.mT @ (total[..., None] * residual),
+        residual=residual.transpose(1, 2),
+        write=write,
+        momentum_write=push if shape.momentum else None,
+        decay=scans.rate.transpose(1, 2),
+        carry=None if scans.carry is None else scans.carry.transpose(1, 2),
+        momentum_decay=None if scans.drop is None else scans.drop.transpose(1, 2),
+        gradient=x.mT @ (total[..., None] * residual),
     )

@@ -38,8 +38,8 @@ def fwd(
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     call = Call(shape, given)
     call.gates()
-    begins, ends = call.chain()
-    return call.reads(begins), ends["state"], ends["velocity"]
+    begins, state, velocity = call.chain()
+    return call.reads(begins), state, velocity
 
 
 def bwd(

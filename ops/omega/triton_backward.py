@@ -15,7 +15,7 @@ from ..alloc import empty
 from ..checks import last_contiguous
 from .eager import features_backward
 from .op import OmegaShape, OmegaTensors
-from .triton_forward import Call, known_window, strides
+from .triton_forward import Begins, Call, known_window, strides
 from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, bucket, padded
 
 EDGES_CONFIG = Config.make(4, 1, "fma")
@@ -48,10 +48,10 @@ class Backward(Call):
             "ALIGNED": self.flags["ALIGNED"] and self.aligned(self.d_y),
         }
 
-    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self) -> tuple[Any, ...]:
         """Of the first `DIFFERENTIABLE` tensors of a call, None where there is no tensor."""
         self.gates()
-        begins, _ = self.chain(low=True)
+        begins, *_ = self.chain(low=True)
         pull, pull_momentum = self._pull()
         d_states, d_momenta, d_initial, d_initial_momentum = self._chain_back(pull, pull_momentum)
         del pull, pull_momentum
@@ -87,7 +87,7 @@ class Backward(Call):
 
     def _chain_back(
         self, pull: torch.Tensor, pull_momentum: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         shape, config = self.shape, self.config
         each = (self.slots, shape.heads, shape.wide, shape.values)
         first = (shape.batch, shape.heads, shape.wide, shape.values)
@@ -118,12 +118,12 @@ class Backward(Call):
 
     def _of_chunks(
         self,
-        begins: dict[str, torch.Tensor | None],
+        begins: Begins,
         d_states: torch.Tensor,
         d_momenta: torch.Tensor | None,
         d_initial: torch.Tensor,
         d_initial_momentum: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         shape, given, gate = self.shape, self.given, self.gate
         rows, heads, tokens = self.row
         halo, wide, values = self.halo, shape.wide, shape.values
@@ -146,7 +146,7 @@ class Backward(Call):
         }  # fmt: skip
         older = {
             "older_scores": (
-                self.empty(*edge, self.flags["CHUNK"], dtype=shape.dtype) if halo else None
+                self.empty(*edge, padded(shape.chunk_size), dtype=shape.dtype) if halo else None
             ),
             "older_weights": self.when(halo > 0, rows, heads, shape.window, tokens),
             "older_alpha": self.when(halo > 0 and shape.decay, *self.row),
@@ -198,17 +198,17 @@ class Backward(Call):
             )  # fmt: skip
         d_tail_k = self._edges(parts["edge_k"], parts["older_k"], d_k, given.tail_k, wide)
         d_tail_v = self._edges(parts["edge_v"], parts["older_v"], d_v, given.tail_v, values)
-        d_coefficients = None
+        d_coefficients: torch.Tensor | float = 0.0
         if self.mapped:
             d_q, of_q = self._through_map(given.q, d_q)
             d_k, d_coefficients = self._through_map(given.k, d_k)
             d_coefficients = d_coefficients + of_q
-            if d_tail_k is not None:
+            if d_tail_k is not None and given.tail_k is not None:
                 d_tail_k, of_tail = self._through_map(given.tail_k, d_tail_k)
                 d_coefficients = d_coefficients + of_tail
         return (
             d_q, d_k, d_v, d_step, d_decay, d_gates, d_theta,
-            None if given.coefficients is None else d_coefficients,
+            d_coefficients if given.coefficients is not None else None,
             None if given.initial_state is None else d_initial,
             None if given.initial_momentum is None else d_initial_momentum,
             d_tail_k, d_tail_v,
@@ -242,7 +242,7 @@ class Backward(Call):
 
     def _through_map(
         self, x: torch.Tensor, d_features: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Gradients of x (B, T, H, d), in its dtype, and of the coefficients."""
         d_x, of_coefficients = features_backward(
             self.shape, x.transpose(1, 2), d_features.transpose(1, 2), self.given.coefficients

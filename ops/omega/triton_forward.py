@@ -22,6 +22,8 @@ GATE_HEADS = 8  # heads of a program of `omega_gates`
 MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
 
+Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
+
 
 class Call:
     """One call's tensors as the kernels take them, and its launches."""
@@ -30,11 +32,13 @@ class Call:
         self.shape = shape
         self.device = shape.device
         self.config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
-        self.q, self.k, self.tail_k = (
-            None if x is None else _features(shape, x, given.coefficients)
-            for x in (given.q, given.k, given.tail_k)
+        self.q, self.k = (
+            last_contiguous(_features(shape, x, given.coefficients)) for x in (given.q, given.k)
         )
-        self.q, self.k, self.v = (last_contiguous(x) for x in (self.q, self.k, given.v))
+        self.v = last_contiguous(given.v)
+        tail_k = given.tail_k
+        if tail_k is not None:
+            tail_k = _features(shape, tail_k, given.coefficients).contiguous()
         self.given = given
         self.gate = {
             name: None if x is None else x.contiguous()
@@ -59,7 +63,7 @@ class Call:
             "chunks": self.chunks,
             "window": shape.window,
         }
-        self.flags = {
+        self.flags: dict[str, Any] = {
             "DOT": shape.dot,
             "MOMENTUM": shape.momentum,
             "PACKED": shape.packed,
@@ -74,7 +78,7 @@ class Call:
             "PRECISION": self._precision(),
         }
         self.older = {
-            "tail_k": None if self.tail_k is None else self.tail_k.contiguous(),
+            "tail_k": tail_k,
             "tail_v": None if given.tail_v is None else given.tail_v.contiguous(),
             "tail_length": given.tail_length,
         }
@@ -82,7 +86,7 @@ class Call:
     @property
     def gates_precision(self) -> str:
         """How tables of decays are multiplied."""
-        return "tf32" if self.shape.dtype.itemsize == 2 else self.flags["PRECISION"]
+        return "tf32" if self.shape.dtype.itemsize == 2 else self._precision()
 
     @staticmethod
     def aligned(x: torch.Tensor) -> bool:
@@ -147,8 +151,8 @@ class Call:
         kernel = (KERNELS, "omega_gates")
         runtime.launch(OP, kernel, programs, self.device, GATES_CONFIG, arguments, constants)
 
-    def chain(self, low: bool = False) -> tuple[dict[str, torch.Tensor | None], ...]:
-        """M and S at the begin of each chunk, in k's dtype, and after the last token.
+    def chain(self, low: bool = False) -> tuple[Begins, torch.Tensor, torch.Tensor | None]:
+        """M and S at the begin of each chunk, in k's dtype, and each after the last token.
 
         `low`: also what rounding took from the former, where it takes anything.
         """
@@ -166,7 +170,7 @@ class Call:
             "states_low": rounded(low),
             "momenta_low": rounded(low and shape.momentum),
         }
-        ends = {"state": self.empty(*last), "velocity": self.when(shape.momentum, *last)}
+        state, velocity = self.empty(*last), self.when(shape.momentum, *last)
         config = self.config
         starts = {
             name: None if x is None else x.contiguous()
@@ -183,7 +187,8 @@ class Call:
             **self.edges,
             **starts,
             **begins,
-            **ends,
+            "state": state,
+            "velocity": velocity,
             **self.sizes,
             "slots": self.slots,
             **strides("k", self.k),
@@ -201,9 +206,9 @@ class Call:
         runtime.launch(
             OP, (KERNELS, "omega_chain"), programs, self.device, config, arguments, constants
         )
-        return begins, ends
+        return begins, state, velocity
 
-    def reads(self, begins: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    def reads(self, begins: Begins) -> torch.Tensor:
         """y, from what `chain` returned first; the padding behind packed sequences is 0."""
         shape, config = self.shape, self.config
         y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
