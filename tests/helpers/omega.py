@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from . import inputs
 class Case:
     """One call, its tensors views with NaN around them.
 
-    `packed`: offsets of sequences in the one row of the batch. `carried`: with an initial state
+    `packed`: offsets of sequences in the one row of the batch, NaN behind the last. `carried`: with an initial state
     and, if the window is longer than one token, a tail. `degree`: of elementwise features, with
     coefficients of each head; None: the identity.
     """
@@ -88,6 +89,9 @@ class Case:
             "window_gates": between(0, 2 / self.window, *gate, self.window) if self.gates else None,
         }
         given = {name: x for name, x in given.items() if x is not None}
+        if self.packed is not None:
+            for x in given.values():
+                x[:, self.packed[-1] :] = float("nan")
         if self.degree is not None:
             given["coefficients"] = between(0.1, 0.5, self.heads, self.degree + 1)
             given["feature_map"] = "elementwise"
@@ -109,3 +113,18 @@ class Case:
             given["cu_seqlens"] = torch.tensor(self.packed, dtype=torch.int32, device=device)
         rules = ("window", "chunk_size", "inner_loss", "read_before")
         return given | {name: getattr(self, name) for name in rules}
+
+
+def tensors_of(arguments: dict[str, Any]) -> Any:
+    """The tensors of a call, as backends take them, from its keyword arguments."""
+    op = importlib.import_module("fastweights.ops.omega.op")
+    return op.OmegaTensors(**{name: arguments.get(name) for name in op.OmegaTensors._fields})
+
+
+def shape_of(arguments: dict[str, Any]) -> Any:
+    """What backends and config spaces see of a call, from its keyword arguments."""
+    op = importlib.import_module("fastweights.ops.omega.op")
+    rules = {"inner_loss": "squared", "feature_map": "identity"} | arguments
+    names = ("window", "chunk_size", "inner_loss", "feature_map", "read_before")
+    chosen = {name: rules[name] for name in names}
+    return op.omega_shape("test", tensors_of(arguments), **chosen, concrete=True)

@@ -356,7 +356,7 @@ def test_more_errors() -> None:
     with pytest.raises(ValueError, match="cu_seqlens needs batch size 1"):
         OP(**given, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32))
     with pytest.raises(ValueError, match="no such implementation"):
-        OP(**given, backend="triton")
+        OP(**given, backend="cuda")
 
 
 def test_explain_checks_as_the_call_does() -> None:

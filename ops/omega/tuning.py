@@ -1,0 +1,284 @@
+"""What sweeps and compile reports need of the Omega rule: problems, inputs, the reference call.
+
+Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import normalize
+
+from ... import reference
+from ...autotune.compile import CompileCase, KernelSource, expected_matrix, target_device
+from ...autotune.space import Config, Device, Space, assume_device, use_config
+from .. import triton_runtime as runtime
+from . import omega_memory, triton
+from .op import OmegaShape, OmegaTensors
+from .triton_spaces import LEAST, NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD, padded
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One shape that a sweep times, values as wide as keys, with decay and window gates.
+
+    `judged`: a small one that is compared with float64. Its q, k and v are views of one tensor, and
+    the state is a result, too. `dtypes`: those it is swept in unless others are asked for. 16-bit
+    types share their buckets.
+    """
+
+    name: str
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+    window: int = 4
+    chunk_size: int = 64
+    momentum: bool = False
+    dtypes: tuple[str, ...] = ("bf16",)
+    judged: bool = False
+
+    @property
+    def checks(self) -> tuple[Problem, Problem]:
+        """Two whose last chunks are ragged ones; of heads, less and more than a block of gates."""
+        few = replace(self, batch=2, tokens=197, heads=3, judged=True)
+        return few, replace(few, batch=1, tokens=299, heads=9)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Keyword arguments beyond the tensors."""
+        rules: dict[str, Any] = {"window": self.window, "chunk_size": self.chunk_size}
+        return rules | ({"return_state": True} if self.judged else {})
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The public function and its reference."""
+        return omega_memory, reference.omega_memory
+
+    def inputs(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int
+    ) -> dict[str, torch.Tensor]:
+        """Fresh random arguments of the call: keys of norm one, gates that keep M bounded.
+
+        The longer the chunk, the larger the step that all of its tokens make together.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+        rows = (self.batch, self.tokens, self.heads)
+
+        def normal() -> torch.Tensor:
+            return torch.randn(*rows, self.width, generator=generator, device=device)
+
+        def between(low: float, high: float, *size: int) -> torch.Tensor:
+            x = torch.rand(*rows, *size, generator=generator, device=device)
+            return low + (high - low) * x
+
+        q, k, v = normalize(normal(), dim=-1), normalize(normal(), dim=-1), normal()
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        if self.judged:
+            q, k, v = torch.cat((q, k, v), -1).split(self.width, -1)
+        made = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "step": between(0, self.chunk_size**-0.5),
+            "decay": between(0.8, 1),
+            "window_gates": between(0, 2 / self.window, self.window),
+        }
+        if self.momentum:
+            made["momentum"] = between(0, 0.5)
+        return made
+
+
+def problem(
+    *,
+    T: int,
+    D: int,
+    B: int = 1,
+    H: int = 16,
+    window: int = 4,
+    chunk_size: int = 64,
+    momentum: int = 0,
+    function: str = OP,
+) -> Problem:
+    """The problem of these sizes; `function`: "omega_memory"."""
+    if function != OP:
+        raise ValueError(f"function must be {OP}, got {function!r}")
+    words = [f"B{B}", f"T{T}", f"H{H}", f"D{D}", f"window{window}", f"chunk{chunk_size}"]
+    words.append("momentum" if momentum else "")
+    name = "-".join(filter(None, words))
+    return Problem(name, B, T, H, D, window, chunk_size, bool(momentum))
+
+
+PROBLEMS = (
+    Problem("T8k-D64", batch=4, tokens=8192, heads=16, width=64),
+    Problem("T8k-D128", 4, 8192, 16, 128),
+    Problem("T8k-D128-one-row", 1, 8192, 16, 128),
+    Problem("T8k-D64-chunk16", 4, 8192, 16, 64, chunk_size=16),
+    Problem("T8k-D64-momentum", 4, 8192, 16, 64, momentum=True),
+    Problem("T2k-D64-fp32", 4, 2048, 16, 64, dtypes=("fp32",)),
+)
+SPACES = (SPACE_FWD, SPACE_BWD)
+
+
+# ---- compile reports ----------------------------------------------------------------------------
+
+# Every config that fits one of these widths is compiled; the narrow ones have configs of their own.
+WIDTHS = (64, 128, 32, 16)
+# What the default configs are compiled for beside that, at the first width.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"momentum": True},
+    {"chunk_size": 16},
+    {"packed": True, "batch": 3},
+    {"dtype": torch.float32},
+)
+# Bytes of stack that a kernel may use on targets with wgmma and on others: values around its loops,
+# and tables of two tokens beside each other. By the padded width, or what weighs more than that;
+# all others must not spill.
+MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
+    ("chain", 64): (0, 64),
+    ("chain", 128): (0, 1088),
+    ("chain", "fp32"): (0, 128),
+    ("reads", 16): (0, 16),
+    ("reads", 32): (160, 208),
+    ("reads", 64): (0, 80),
+    ("reads", 128): (32, 9472),
+    ("reads", "momentum"): (192, 1088),
+    ("reads", "fp32"): (576, 13440),
+    ("pull", 16): (0, 112),
+    ("pull", 32): (0, 48),
+    ("pull", 64): (0, 480),
+    ("pull", 128): (0, 1472),
+    ("pull", "momentum"): (192, 6592),
+    ("pull", "fp32"): (576, 3264),
+    ("chain_back", 128): (64, 640),
+    ("chain_back", "fp32"): (0, 64),
+    ("gradients", 16): (1088, 768),
+    ("gradients", 32): (1536, 1664),
+    ("gradients", 64): (704, 1792),
+    ("gradients", 128): (1792, 9024),
+    ("gradients", "momentum"): (2496, 5120),
+    ("gradients", "fp32"): (6208, 8064),
+    ("gradients of older keys", 32): (16, 0),
+    ("gradients of older keys", 64): (256, 192),
+    ("gradients of older keys", 128): (64, 64),
+    ("gradients of older keys", "momentum"): (64, 64),
+    ("gradients of older keys", "fp32"): (512, 576),
+}
+
+
+def compile_cases(target: str, quick: bool) -> list[CompileCase]:
+    """Every kernel of every config that fits the target, in chunks of 64 and with a window of 4.
+
+    The launchers themselves run on meta tensors and their launches are recorded, so a report sees
+    what a call would compile. Default configs are compiled for some other rules, too; a kernel of
+    forward that backward launches again, only there. `quick` keeps the default configs of the first
+    width.
+    """
+    cases: dict[tuple[Config, str], CompileCase] = {}
+    before: set[str] = set()
+    device = target_device(target)
+    wgmma = expected_matrix("wgmma", target) == "wgmma"
+    with assume_device(device):
+        for space in SPACES:
+            for config, shape in _compiled(space, device, quick):
+                for case in _recorded(space, config, shape, wgmma):
+                    if repr(case.source) not in before:
+                        cases.setdefault((config, repr(case.source)), case)
+            before = {repr(case.source) for case in cases.values()}
+    return list(cases.values())
+
+
+def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
+    """Configs, and what each is compiled for."""
+    shape = _compile_shape(WIDTHS[0])
+    key = space.bucket(shape)
+    default = space.default(key, device)
+    yield default, shape
+    if quick:
+        return
+    for width in WIDTHS:
+        shape = _compile_shape(width)
+        for config in space.fitting(space.bucket(shape), device):
+            yield config, shape
+    for rules in _VARIANTS:
+        shape = replace(_compile_shape(WIDTHS[0]), **rules)
+        key = space.bucket(shape)
+        if space.fitting(key, device):
+            yield space.default(key, device), shape
+
+
+def _compile_shape(width: int) -> OmegaShape:
+    return OmegaShape(
+        batch=4,
+        tokens=8192,
+        heads=16,
+        width=width,
+        wide=width,
+        values=width,
+        window=4,
+        chunk_size=64,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        dot=False,
+        feature_map="identity",
+        momentum=False,
+        packed=False,
+        read_before=False,
+    )
+
+
+def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> list[CompileCase]:
+    def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    rows = (1 if shape.packed else shape.batch, shape.tokens, shape.heads)
+    x, gate = meta(*rows, shape.width, dtype=shape.dtype), meta(*rows)
+    state = meta(shape.batch, shape.heads, shape.wide, shape.values)
+    given: dict[str, Any] = dict.fromkeys(OmegaTensors._fields)
+    given |= {"q": x, "k": x, "v": x, "step": gate, "decay": gate}
+    given["window_gates"] = meta(*rows, shape.window)
+    if shape.momentum:
+        given["momentum"] = gate
+    if shape.packed:  # with all that a call may carry
+        tail = meta(shape.batch, shape.window - 1, shape.heads, shape.width, dtype=shape.dtype)
+        lengths = meta(shape.batch, dtype=torch.int32)
+        given |= {"initial_state": state, "tail_k": tail, "tail_v": tail, "tail_length": lengths}
+        given["cu_seqlens"] = meta(shape.batch + 1, dtype=torch.int32)
+    tensors = OmegaTensors(**given)
+    with use_config(space, config), runtime.record_launches() as sources:
+        if space.pass_ == "fwd":
+            triton.fwd(shape, tensors)
+        else:
+            triton.bwd(shape, x, state, state if shape.momentum else None, tensors)
+    return [
+        CompileCase(
+            OP, space.pass_, config, source,
+            matrix=_matrix(source), max_stack=_max_stack(source, shape, wgmma),
+        )
+        for source in sources
+        if isinstance(source, KernelSource)
+    ]  # fmt: skip
+
+
+def _matrix(source: KernelSource) -> str | None:
+    """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
+    if source.name in ("omega_gates", "omega_edges"):
+        return "fma"
+    older = source.constexprs.get("OLDER", False)
+    narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
+    return "mma" if older or narrow or source.num_warps == NARROW_WARPS else None
+
+
+def _max_stack(source: KernelSource, shape: OmegaShape, wgmma: bool) -> int:
+    kernel = source.name.removeprefix("omega_")
+    if source.constexprs.get("OLDER"):
+        kernel += " of older keys"
+    kind: int | str = padded(shape.wide)
+    if shape.momentum:
+        kind = "momentum"
+    if shape.dtype == torch.float32:
+        kind = "fp32"
+    return MAX_STACK.get((kernel, kind), (0, 0))[not wgmma]
