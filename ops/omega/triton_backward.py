@@ -200,11 +200,12 @@ class Backward(Call):
         d_tail_v = self._edges(parts["edge_v"], parts["older_v"], d_v, given.tail_v, values)
         d_coefficients: torch.Tensor | float = 0.0
         if self.mapped:
-            d_q, of_q = self._through_map(given.q, d_q)
-            d_k, d_coefficients = self._through_map(given.k, d_k)
+            tokens_there, tail_there = self._there()
+            d_q, of_q = self._through_map(given.q, d_q, tokens_there)
+            d_k, d_coefficients = self._through_map(given.k, d_k, tokens_there)
             d_coefficients = d_coefficients + of_q
             if d_tail_k is not None and given.tail_k is not None:
-                d_tail_k, of_tail = self._through_map(given.tail_k, d_tail_k)
+                d_tail_k, of_tail = self._through_map(given.tail_k, d_tail_k, tail_there)
                 d_coefficients = d_coefficients + of_tail
         return (
             d_q, d_k, d_v, d_step, d_decay, d_gates, d_theta,
@@ -240,10 +241,24 @@ class Backward(Call):
         self._launch("omega_edges", programs, EDGES_CONFIG, arguments, constants)
         return d_tail
 
+    def _there(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Which tokens, and which rows of tails, exist; None: all. Those that do not may hold NaN."""
+        cu, length, older = self.given.cu_seqlens, self.given.tail_length, self.shape.window - 1
+        tokens = tail = None
+        if cu is not None:
+            tokens = torch.arange(self.shape.tokens, device=self.device) < cu[-1]
+            tokens = tokens[None, :, None, None]
+        if length is not None:
+            tail = torch.arange(older, device=self.device) >= older - length[:, None]
+            tail = tail[:, :, None, None]
+        return tokens, tail
+
     def _through_map(
-        self, x: torch.Tensor, d_features: torch.Tensor
+        self, x: torch.Tensor, d_features: torch.Tensor, there: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Gradients of x (B, T, H, d), in its dtype, and of the coefficients."""
+        if there is not None:
+            x = torch.where(there, x, 0)
         d_x, of_coefficients = features_backward(
             self.shape, x.transpose(1, 2), d_features.transpose(1, 2), self.given.coefficients
         )
