@@ -242,7 +242,7 @@ class Backward(Call):
         return d_tail
 
     def _there(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which tokens, and which rows of tails, exist; None: all. Those that do not may hold NaN."""
+        """Which tokens, and rows of tails, exist; None: all. Those that do not may hold NaN."""
         cu, length, older = self.given.cu_seqlens, self.given.tail_length, self.shape.window - 1
         tokens = tail = None
         if cu is not None:
