@@ -159,12 +159,16 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     if reason is not None:
         return reason
     rows = bucket.chunk + bucket.halo
-    shared = bucket.size * (
-        2 * (1 + bucket.momentum) * bucket.width * config["VALUES_V"]
+    states = 1 + bucket.momentum
+    chain = config["CHAIN_V"] * states * bucket.width * (4 * config.num_stages + bucket.size)
+    chain += bucket.size * config.num_stages * bucket.chunk * bucket.width
+    chunks = bucket.size * (
+        2 * bucket.width * config["VALUES_V"]
         + (bucket.chunk + rows) * bucket.width
         + rows * bucket.chunk
         + bucket.chunk * config["VALUES_V"]
     )
+    shared = max(chain, chunks)
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None

@@ -241,9 +241,14 @@ def test_gates_of_all_ones_are_none() -> None:
 # ---- every config -------------------------------------------------------------------------------
 
 
+def every(width: int) -> Case:
+    """A call of this width, for every set of tiles."""
+    return one(tokens=5, width=width, values=width, momentum=width == 16)
+
+
 def tiles(space: Space, width: int) -> list[Config]:
     """Configs of this width, one for each set of tiles: warps and stages mean nothing here."""
-    shape = shape_of(one(width=width, values=width).arguments(0, FP32, CPU))
+    shape = shape_of(every(width).arguments(0, FP32, CPU))
     found: dict[Any, Config] = {}
     for config in space.fitting(space.bucket(shape), Device.of(CPU)):
         columns = tuple(tile for tile in config.tiles if "WARPS" not in tile[0])
@@ -262,10 +267,9 @@ EVERY = [
 
 @pytest.mark.parametrize(("space", "config", "width"), EVERY)
 def test_every_set_of_tiles(space: Space, config: Config, width: int) -> None:
-    case = one(tokens=5, width=width, values=width, momentum=width == 16)
     with use_config(space, config):
         oracle.check_op(
-            WITH_STATE, LITERAL, case.arguments, FP32, CPU,
+            WITH_STATE, LITERAL, every(width).arguments, FP32, CPU,
             seeds=(0,), grads=space is backend.SPACE_BWD, label=config.name,
         )  # fmt: skip
 
@@ -276,7 +280,7 @@ def test_no_config_is_left_out() -> None:
             config
             for width in WIDTHS
             for config in space.fitting(
-                space.bucket(shape_of(one(width=width, values=width).arguments(0, FP32, CPU))),
+                space.bucket(shape_of(every(width).arguments(0, FP32, CPU))),
                 Device.of(CPU),
             )
         }
