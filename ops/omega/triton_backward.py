@@ -200,8 +200,8 @@ class Backward(Call):
         d_tail_v = self._edges(parts["edge_v"], parts["older_v"], d_v, given.tail_v, values)
         d_coefficients = None
         if self.mapped:
-            d_q, of_q = self._through_map(given.q, d_q)
-            d_k, d_coefficients = self._through_map(given.k, d_k)
+            d_q, of_q = self._through_map(self._without_padding(given.q), d_q)
+            d_k, d_coefficients = self._through_map(self._without_padding(given.k), d_k)
             d_coefficients = d_coefficients + of_q
             if d_tail_k is not None:
                 d_tail_k, of_tail = self._through_map(given.tail_k, d_tail_k)
@@ -248,6 +248,13 @@ class Backward(Call):
             self.shape, x.transpose(1, 2), d_features.transpose(1, 2), self.given.coefficients
         )
         return d_x.transpose(1, 2).to(x.dtype).contiguous(), of_coefficients
+
+    def _without_padding(self, x: torch.Tensor) -> torch.Tensor:
+        """x with zeros behind the last sequence: what stands there may be NaN, also times 0."""
+        if not self.shape.packed:
+            return x
+        there = torch.arange(self.shape.tokens, device=self.device) < self.given.cu_seqlens[-1]
+        return x.where(there[:, None, None], 0)
 
     def _zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return empty(size, dtype=dtype, device=self.device).zero_()

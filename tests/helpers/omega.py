@@ -15,9 +15,9 @@ from . import inputs
 class Case:
     """One call, its tensors views with NaN around them.
 
-    `packed`: offsets of sequences in the one row of the batch, NaN behind the last. `carried`: with an initial state
-    and, if the window is longer than one token, a tail. `degree`: of elementwise features, with
-    coefficients of each head; None: the identity.
+    `packed`: offsets of sequences in the one row of the batch, NaN behind the last. `carried`: with
+    an initial state and, if the window is longer than one token, a tail. `degree`: of elementwise
+    features, with coefficients of each head; None: the identity.
     """
 
     batch: int = 2
