@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from . import inputs
 
@@ -128,3 +131,31 @@ def shape_of(arguments: dict[str, Any]) -> Any:
     names = ("window", "chunk_size", "inner_loss", "feature_map", "read_before")
     chosen = {name: rules[name] for name in names}
     return op.omega_shape("test", tensors_of(arguments), **chosen, concrete=True)
+
+
+def streams(tokens: int, width: int = 16) -> dict[str, tuple[Tensor, Tensor]]:
+    """Keys and values (1, tokens, 2, width), fp32, on which the plain rule diverges.
+
+    A token is one key and one value.
+    """
+    source = inputs.generator(3, torch.device("cpu"))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, 2, width, generator=source)
+
+    word, words = normal(1, 1), normal(32)
+    shares = 1 / torch.arange(1.0, 33.0)
+    text = torch.multinomial(shares, tokens, replacement=True, generator=source)
+    common = normalize(normal(1, 1), dim=-1)
+    apart = normal(1, tokens)
+    apart = normalize(apart - (apart * common).sum(-1, keepdim=True) * common, dim=-1)
+    return {
+        "one repeated token": (
+            normalize(word, dim=-1).expand(1, tokens, 2, width),
+            normal(1, 1).expand(1, tokens, 2, width),
+        ),
+        "Zipf-32": (normalize(words, dim=-1)[text][None], normal(32)[text][None]),
+        "mean cosine 0.3": (
+            math.sqrt(0.3) * common + math.sqrt(0.7) * apart, normal(1, tokens),
+        ),
+    }  # fmt: skip

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 from fastweights import ops
 from fastweights.reference.omega import features
 from helpers import contracts, inputs
+from helpers.omega import streams
 
 CPU = torch.device("cpu")
 WIDE = torch.float64
@@ -178,32 +179,7 @@ def test_errors_name_the_argument(
 # ---- streams that make the plain rule diverge ---------------------------------------------------
 
 
-def streams() -> dict[str, tuple[Tensor, Tensor]]:
-    """Keys and values (1, 8192, 2, 16), fp32: a token is one key and one value."""
-    source = inputs.generator(3, CPU)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, 2, 16, generator=source)
-
-    word, words = normal(1, 1), normal(32)
-    shares = 1 / torch.arange(1.0, 33.0)
-    text = torch.multinomial(shares, TOKENS, replacement=True, generator=source)
-    common = normalize(normal(1, 1), dim=-1)
-    apart = normal(1, TOKENS)
-    apart = normalize(apart - (apart * common).sum(-1, keepdim=True) * common, dim=-1)
-    return {
-        "one repeated token": (
-            normalize(word, dim=-1).expand(1, TOKENS, 2, 16),
-            normal(1, 1).expand(1, TOKENS, 2, 16),
-        ),
-        "Zipf-32": (normalize(words, dim=-1)[text][None], normal(32)[text][None]),
-        "mean cosine 0.3": (
-            math.sqrt(0.3) * common + math.sqrt(0.7) * apart, normal(1, TOKENS),
-        ),
-    }  # fmt: skip
-
-
-STREAMS = streams()
+STREAMS = streams(TOKENS)
 
 
 def scanned(k: Tensor, v: Tensor, step: Tensor, window: int, chunk_size: int) -> float:
