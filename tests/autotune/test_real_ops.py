@@ -16,11 +16,12 @@ import torch
 from fastweights.autotune import Device, cases, check, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
 from fastweights.ops.newton_schulz import tuning as newton_schulz
+from fastweights.ops.omega import tuning as omega
 from fastweights.ops.polar_attention import tuning as polar
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-TUNINGS = {"newton_schulz": newton_schulz, "polar_attention": polar}
+TUNINGS = {"newton_schulz": newton_schulz, "omega": omega, "polar_attention": polar}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -97,10 +98,15 @@ def attention(tokens: int, **changes: Any) -> Any:
     return polar.Problem("tiny", 1, tokens, 2, 1, 16, dtypes=("fp32",), **changes)
 
 
+def memory(tokens: int, **changes: Any) -> Any:
+    return omega.Problem("tiny", 1, tokens, 1, 16, 3, 8, dtypes=("fp32",), judged=True, **changes)
+
+
 TINY = {
     "newton_schulz": Tiny(stack(3, 16, 16), stack(2, 13, 15), stack(1, 15, 9)),
     "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
     "polar": Tiny(attention(20), attention(17), attention(7)),
+    "omega": Tiny(memory(9), memory(11, momentum=True), memory(5, momentum=True)),
     "softmax": Tiny(attention(20, polar=False), attention(17, polar=False)),
 }
 
@@ -150,5 +156,8 @@ def test_sizes_make_problems() -> None:
     assert (made.name, made.polar) == ("B2-T64-H4-D32-softmax-window8", False)
     assert made.inputs(torch.float32, CPU, 0)["k"].shape == (2, 64, 2, 32)
     assert "null_base" in replace(made, polar=True).inputs(torch.float32, CPU, 0)
+    made = omega.problem(T=64, D=32, H=2, chunk_size=16, momentum=1)
+    assert made.name == "B1-T64-H2-D32-window4-chunk16-momentum"
+    assert made.inputs(torch.float32, CPU, 0)["momentum"].shape == (1, 64, 2)
     gram = newton_schulz.problem(m=8, B=3, function="gram_newton_schulz_factor")
     assert gram.inputs(torch.float32, CPU, 0)["gram"].shape == (3, 8, 8)

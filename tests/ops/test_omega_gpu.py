@@ -378,6 +378,23 @@ def test_cuda_graph_replays(case: Case, device: torch.device) -> None:
         oracle.assert_bit_equal(got, expected, f"replay {seed}")
 
 
+def test_default_features_in_a_cuda_graph(device: torch.device) -> None:
+    """Their coefficients are numbers that no replay copies from the host."""
+    given = FEW.but(momentum=False).arguments(0, BF16, device) | {"feature_map": "elementwise"}
+    upstream = torch.randn(given["v"].shape, device=device).to(BF16)
+    given = contracts.leaves(given)
+    leaves = [given["q"], given["k"]]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = OP(**given)[0]
+        return (y, *torch.autograd.grad(y, leaves, upstream))
+
+    graph, captured = contracts.captured(step, device)
+    graph.replay()
+    got = {str(i): x.detach().clone() for i, x in enumerate(captured)}
+    oracle.assert_bit_equal(got, {str(i): x.detach() for i, x in enumerate(step())})
+
+
 def test_first_call_inside_capture_says_warm_up(device: torch.device) -> None:
     """And leaves the stream usable."""
     case = FEW.but(width=24, values=40, window=3, read_before=True)  # compiled by no other test

@@ -117,6 +117,21 @@ def test_packed(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("degree", [None, 2])
+def test_rows_of_a_tail_that_do_not_exist(degree: int | None) -> None:
+    """They may hold anything."""
+    case = one(batch=3, tokens=5, carried=True, degree=degree, momentum=False)
+
+    def arguments(seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        given = case.arguments(seed, dtype, device)
+        for n, length in enumerate(given["tail_length"].tolist()):
+            for name in ("tail_k", "tail_v"):
+                given[name][n, : case.window - 1 - length] = float("nan")
+        return given
+
+    oracle.check_op(WITH_STATE, LITERAL, arguments, FP32, CPU, seeds=(0,))
+
+
 @pytest.mark.parametrize("case", SIZES, ids=lambda case: case.name)
 def test_sizes(case: Case) -> None:
     check(case)
