@@ -114,7 +114,8 @@ def omega_memory(
         window_gates: (B, T, H, window), the share of the token `lag` before in token t's write;
             lag 0 is token t itself. None: 1/window each.
         window: tokens that a write looks at, its own among them, at least 1.
-        momentum: (B, T, H), multiplies S; None: no S.
+        momentum: (B, T, H), 0 or more, multiplies S; None: no S. Triton takes logarithms of decay
+            and momentum: a negative one gives NaN there from its token on.
         inner_loss: "squared", the error x M − v, or "dot", −v in its place.
         feature_map: "identity", or "elementwise": φ(x) = Σ_r a_r x^r number by number.
         coefficients: a_0, a_1, … of "elementwise", (p + 1,) or (H, p + 1), dtype as the gates;
@@ -128,7 +129,8 @@ def omega_memory(
         return_state: also return `OmegaState`.
         cu_seqlens: int32 (N+1,): N sequences packed along T, B = 1; chunks, windows and states
             start anew in each. Tokens after the last are padding: y is 0 there. N = B without it.
-        backend: "auto", "eager", "triton" or "cuda".
+        backend: "auto", "eager", "triton" or "cuda". Triton takes chunks up to 128, window − 1
+            up to 64 and no more than a chunk, features up to 128 and values up to 256 wide.
 
     Returns:
         y (B, T, H, Dv), contiguous, v's dtype; and `OmegaState`, or None if it was not asked for.
