@@ -1,6 +1,6 @@
 """Triton backend: the launchers, those of backward in `triton_backward`.
 
-Kernels are in `triton_fwd` and `triton_bwd`, config spaces in `triton_spaces`.
+Kernels are in `triton_fwd`, `triton_tables`, `hopper_fwd` and `triton_bwd`, config spaces in `triton_spaces`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ def fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     call = Call(shape, given)
+    if call.config.get("HOPPER"):
+        call.gates(bounded=True)
+        return call.scan()
     call.gates()
     begins, state, velocity = call.chain()
     return call.reads(begins), state, velocity

@@ -16,11 +16,26 @@ from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from .eager import features
 from .op import OmegaShape, OmegaTensors
-from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, halo_of, padded
+from .triton_spaces import (
+    HOPPER,
+    KERNELS,
+    OP,
+    SPACE_FWD,
+    TABLES,
+    TILE,
+    bucket,
+    halo_of,
+    padded,
+    tile_width,
+)
 
 GATE_HEADS = 8  # heads of a program of `omega_gates`
 MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
+TABLES_WARPS = {False: 1, True: 4}  # without and with momentum: more warps than this are slower
+READ_REGISTERS = (
+    120  # of a thread of a warpgroup that reads, in `omega_scan`; walk has what is left
+)
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 
@@ -106,8 +121,8 @@ class Call:
         """A new fp32 tensor where one is needed."""
         return self.empty(*size) if needed else None
 
-    def gates(self) -> None:
-        """Everything that depends on gates alone."""
+    def gates(self, bounded: bool = False) -> None:
+        """Everything that depends on gates alone; `bounded`: also how large P is."""
         shape, gate = self.shape, self.gate
         decay, momentum = shape.decay, shape.momentum
         batch, heads, tokens = self.row
@@ -123,6 +138,7 @@ class Call:
             "m_rest": self.when(momentum, *self.row),
         }
         self.carry = self.when(momentum, *self.row)
+        self.bound = self.when(bounded, *self.row)
         band = (batch, heads, shape.window, tokens)
         self.sums |= {"band": self.empty(*band), "m_band": self.when(momentum, *band)}
         self.edges = {
@@ -138,6 +154,7 @@ class Call:
             "left": self.empty(*self.row),
             "push": self.when(momentum, *self.row),
             "by_push": self.when(momentum, *self.row),
+            "bound": self.bound,
             **self.edges,
             **self.sizes,
         }
@@ -146,6 +163,7 @@ class Call:
             "GATES": gate["window_gates"] is not None,
             **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
             "HEADS": GATE_HEADS,
+            "BOUND": bounded,
         }
         programs = self.slots * -(-heads // GATE_HEADS)
         kernel = (KERNELS, "omega_gates")
@@ -172,13 +190,7 @@ class Call:
         }
         state, velocity = self.empty(*last), self.when(shape.momentum, *last)
         config = self.config
-        starts = {
-            name: None if x is None else x.contiguous()
-            for name, x in (
-                ("initial_state", given.initial_state),
-                ("initial_momentum", given.initial_momentum),
-            )
-        }
+        starts = self._starts()
         arguments: dict[str, Any] = {
             "k": self.k,
             "v": self.v,
@@ -242,6 +254,115 @@ class Call:
         kernel, launched = (KERNELS, "omega_reads"), Config.make(config["READ_WARPS"], 1)
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
         return y
+
+    def scan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """y and what `chain` returns second and third, by the kernels for Hopper."""
+        shape, given, config, halo = self.shape, self.given, self.config, self.halo
+        tables = self._tables()
+        last = (shape.batch, shape.heads, shape.wide, shape.values)
+        y = empty(given.v.shape, dtype=shape.dtype, device=self.device)
+        if shape.packed:
+            y.zero_()
+        state, velocity = self.empty(*last), self.when(shape.momentum, *last)
+        width = tile_width(shape.wide)
+        tail_k, tail_v = (
+            x if x is None or self.aligned(x) else x.clone()
+            for x in (self.older["tail_k"], self.older["tail_v"])
+        )
+        operands = {
+            "q": (self.q, TILE, width),
+            "k": (self.k, TILE, width),
+            "v": (self.v, TILE, TILE),
+            "k_older": (self.k if halo else None, halo, width),
+            "v_older": (self.v if halo else None, halo, TILE),
+            "tail_k": (tail_k if self.flags["TAIL"] else None, halo, width),
+            "tail_v": (tail_v if self.flags["TAIL"] else None, halo, TILE),
+        }
+        arguments: dict[str, Any] = {
+            name: None if x is None else runtime.head_tiles(x, rows, columns, gluon=True)
+            for name, (x, rows, columns) in operands.items()
+        }
+        for name, rows in (
+            ("shares", tables["shares_own"]),
+            ("shares_older", tables["shares_older"]),
+        ):
+            arguments[name] = None
+            if rows is not None:
+                columns = rows.shape[-1]
+                arguments[name] = runtime.matrix_tiles(
+                    rows.view(-1, columns), TILE, columns, gluon=True
+                )
+        starts = self._starts()
+        arguments |= {
+            "tail_length": self.older["tail_length"],
+            "cu": given.cu_seqlens,
+            **self.edges,
+            **{name: tables[name] for name in ("rates", "carries", "scales")},
+            **starts,
+            "y": y,
+            "state": state,
+            "velocity": velocity,
+            **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
+            "older": shape.window - 1,
+        }
+        constants = {
+            name: self.flags[name]
+            for name in (
+                "DOT", "MOMENTUM", "PACKED", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES"
+            )
+        } | {
+            "INITIAL": starts["initial_state"] is not None,
+            "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
+            "D": width,
+            "STAGES": config.num_stages,
+            "SLOTS": config["SLOTS"],
+            "READ_REGISTERS": READ_REGISTERS,
+        }  # fmt: skip
+        programs = shape.batch * shape.heads * -(-shape.values // TILE)
+        runtime.launch(
+            OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
+        )
+        return y, state, velocity
+
+    def _tables(self) -> dict[str, torch.Tensor | None]:
+        """What depends on gates alone, of every query of every chunk."""
+        shape = self.shape
+        each = (self.slots, shape.heads, TILE)
+        like = {"dtype": torch.float16, "device": self.device}
+        tables = {
+            "shares_own": empty((*each, TILE), **like),
+            "shares_older": empty((*each, self.halo), **like) if self.halo else None,
+            "rates": self.empty(*each),
+            "carries": self.when(shape.momentum, *each),
+            "scales": self.empty(*each),
+        }
+        arguments: dict[str, Any] = {
+            "cu": self.given.cu_seqlens,
+            **self.sums,
+            "carry": self.carry,
+            "bound": self.bound,
+            **tables,
+            **self.sizes,
+        }
+        constants = {
+            "DECAY": shape.decay,
+            "BEFORE": shape.read_before,
+            "WINDOW": known_window(shape),
+            "PRECISION": self.gates_precision,
+            **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
+        }
+        programs = self.slots * shape.heads
+        kernel = (TABLES, "omega_tables")
+        launched = Config.make(TABLES_WARPS[shape.momentum], 1, "fma")
+        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        return tables
+
+    def _starts(self) -> dict[str, torch.Tensor | None]:
+        given = self.given
+        starts = {
+            "initial_state": given.initial_state, "initial_momentum": given.initial_momentum
+        }  # fmt: skip
+        return {name: None if x is None else x.contiguous() for name, x in starts.items()}
 
 
 def _features(

@@ -43,6 +43,12 @@ def _line(slope, offset, next_slope, next_offset):
 
 
 @triton.jit
+def _decayed(slope, bound, next_slope, next_bound):
+    """One after the other: x → max(slope·x, bound)."""
+    return next_slope * slope, tl.maximum(next_slope * bound, next_bound)
+
+
+@triton.jit
 def _logarithm(x):
     """log2 x as an exact whole number and a rest within ±½; NaN below 0."""
     bits = x.to(tl.int32, bitcast=True)
@@ -58,17 +64,17 @@ def _logarithm(x):
 @triton.jit(do_not_specialize=GATES_RUNTIME)
 def omega_gates(
     step, decay, momentum, window_gates, cu,
-    whole, rest, m_whole, m_rest, carry, left, push, by_push, band, m_band, writes, pushes,
+    whole, rest, m_whole, m_rest, carry, left, push, by_push, band, m_band, bound, writes, pushes,
     ends,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, HEADS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """One slot of HEADS heads. Gates come as (B, T, H[, window]), results as (B, H[, window], T).
 
     carry: a. left: what of a token's M is in M at the chunk's end, push and by_push: of its S in S
-    and in M. band, m_band: P and U of a token and of the key `lag` before it. writes, pushes
+    and in M. band, m_band: P and U of a token and of the key `lag` before it. bound: with BOUND, what no P of a token is larger than. writes, pushes
     (slots, H, HALO + CHUNK): P and U of the last token, of the older keys first. ends (slots, H,
     3): A, a and B of the last token.
     """
@@ -121,6 +127,7 @@ def omega_gates(
         tl.store(by_push + out, both - remaining, mask=here)
 
     s = tl.load(step + at, mask=here, other=0.0)
+    largest = tl.zeros([CHUNK, HEADS], tl.float32)
     lag = window * 0
     while lag < window:
         w = s / window
@@ -131,10 +138,20 @@ def omega_gates(
         if MOMENTUM:
             w += m * tl.load(m_band + (to - tokens - 1), mask=ok, other=0.0)
             tl.store(m_band + to, w, mask=here)
+            largest = tl.maximum(largest, tl.abs(w))
         w += a * tl.load(band + (to - tokens - 1), mask=ok, other=0.0)
         tl.store(band + to, w, mask=here)
+        if not MOMENTUM:
+            largest = tl.maximum(largest, tl.abs(w))
         tl.debug_barrier()  # other threads' numbers are read in the next turn
         lag += 1
+    if BOUND:
+        if MOMENTUM:
+            _, largest = tl.associative_scan((m, largest), 0, _decayed)
+            _, largest = tl.associative_scan((a, largest), 0, _line)
+        else:
+            _, largest = tl.associative_scan((a, largest), 0, _decayed)
+        tl.store(bound + out, largest, mask=here)
     place = (slot * heads + h).to(tl.int64)[None, :] * (HALO + CHUNK) + HALO
     _store_last(
         left, push, by_push, band, m_band, writes, pushes, row, place, known, t, first, size,

@@ -10,10 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
+from .. import triton_runtime as runtime
 from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
 KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
+TABLES, HOPPER = f"{PACKAGE}.triton_tables", f"{PACKAGE}.hopper_fwd"
+TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
@@ -33,6 +36,7 @@ class Bucket(NamedTuple):
         halo: older tokens that a chunk sees, padded; 0 without any.
         momentum: whether there is a second state.
         heads: of all sequences, rounded up to a power of two.
+        tiled: whether bulk copies can bring tiles of TILE tokens, one a chunk.
     """
 
     size: int
@@ -42,6 +46,7 @@ class Bucket(NamedTuple):
     halo: int
     momentum: bool
     heads: int
+    tiled: bool = False
 
 
 def padded(length: int) -> int:
@@ -64,6 +69,24 @@ def bucket(shape: OmegaShape) -> Key:
         halo_of(shape),
         shape.momentum,
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
+        _tiled(shape),
+    )
+
+
+def tile_width(width: int) -> int:
+    """Columns of a tile of the Hopper kernel."""
+    return max(TILE, padded(width))
+
+
+def _tiled(shape: OmegaShape) -> bool:
+    rows = shape.batch * shape.heads * (shape.tokens + TILE)  # of tables, indexed by 32 bits
+    return (
+        shape.aligned
+        and shape.chunk_size == TILE
+        and shape.dtype.itemsize == 2
+        and shape.wide % 8 == shape.values % 8 == 0
+        and 0 < rows < 2**31
+        and min(shape.tokens, shape.wide, shape.values) > 0
     )
 
 
@@ -92,8 +115,30 @@ def _columns(config: Config, bucket: Bucket, warps: str, *parallel: str) -> str 
     return None
 
 
+def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
+    if device.capability != 90:
+        return f"is written for sm_90, this is {device.arch}"
+    if not runtime.has_gluon():
+        return "is written in Gluon, which needs Triton 3.6 or newer"
+    if not bucket.tiled or bucket.halo > TILE_HALO:
+        return (
+            f"serves aligned 16-bit tensors in chunks of {TILE}, with windows up to {TILE_HALO + 1}"
+        )
+    width, older = tile_width(bucket.width), bucket.halo
+    if bucket.momentum and width > TILE:
+        return f"has registers for a momentum of rows up to {TILE}"
+    tile = TILE * (2 * width + 2 * TILE) + older * (width + 2 * TILE)
+    left = TILE * (width * (1 + bucket.momentum) + TILE + older)
+    shared = 2 * (config.num_stages * tile + config["SLOTS"] * left)
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
+    if config.get("HOPPER"):
+        return _fits_hopper(config, bucket, device)
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
@@ -114,7 +159,9 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
 
 
 def _default(key: Key, device: Device) -> Config:
-    """The widest columns of a walk that still leave no multiprocessor without one."""
+    """The kernel for Hopper; or the widest columns of a walk that still leave no multiprocessor
+    without one.
+    """
     bucket = Bucket(*key)
     fitting = SPACE_FWD.fitting(key, device)
     if not fitting:
@@ -125,6 +172,8 @@ def _default(key: Key, device: Device) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["READ_V"]
 
+    if fitting[0].get("HOPPER"):
+        return fitting[0]
     return max(fitting, key=worth)
 
 
@@ -132,11 +181,19 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
     return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
+def _hopper(stages: int, slots: int) -> Config:
+    """A config of `hopper_fwd`: its 4 warps walk, the others join in."""
+    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
+
+
 SPACE_FWD = Space(
     op=OP,
     pass_="fwd",
     backend="triton",
     configs=(
+        _hopper(2, 3),
+        _hopper(3, 2),
+        _hopper(2, 2),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
@@ -149,7 +206,7 @@ SPACE_FWD = Space(
     fits=_fits,
     bucket=bucket,
     default=_default,
-    sources=(KERNELS, f"{PACKAGE}.triton_chunks"),
+    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, HOPPER),
 )
 
 
