@@ -30,25 +30,25 @@ READERS = gl.constexpr(2)
 
 
 @gluon.constexpr_function
-def _product(columns):
+def product(columns):
     """The layout of a product of CHUNK rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def _left(x, columns: gl.constexpr, dtype: gl.constexpr):
+def left_operand(x, columns: gl.constexpr, dtype: gl.constexpr):
     """x as the left operand of a product of that many columns."""
-    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, _product(columns), 2))
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, product(columns), 2))
 
 
 @gluon.jit
-def _minus(tile, columns: gl.constexpr):
+def minus(tile, columns: gl.constexpr):
     """Rows in shared memory, negative and transposed, as an accumulator."""
-    return -tile.permute((1, 0)).load(_product(columns)).to(gl.float32)
+    return -tile.permute((1, 0)).load(product(columns)).to(gl.float32)
 
 
 @gluon.jit
-def _keep_rows(tile, low, high, ROWS: gl.constexpr, COLS: gl.constexpr):
+def keep_rows(tile, low, high, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Set all rows of a tile in shared memory but `low … high − 1` to 0, by one warp, for wgmma to
     read: with a weight of 0, too, NaN makes NaN.
 
@@ -69,7 +69,7 @@ def _keep_rows(tile, low, high, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _place(cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr):
+def place_sequence(cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr):
     """Of a program: its sequence, row of the batch, head and first column; the sequence's first
     token, its end, its number of chunks and its first slot.
     """
@@ -91,7 +91,7 @@ def _place(cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr
 
 
 @gluon.jit
-def _copy_keys(
+def copy_keys(
     x, x_older, tail, at, col, c, older, tile, tile_older, bar,
     TAIL: gl.constexpr, HALO: gl.constexpr,
 ):  # fmt: skip
@@ -110,17 +110,18 @@ def _copy_keys(
 
 
 @gluon.jit
-def _produce(
+def produce(
     operands, tail_length, tiles, bars, place, heads, older,
     PACKED: gl.constexpr, TAIL: gl.constexpr, LENGTHS: gl.constexpr, HALO: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, READS: gl.constexpr,
 ):  # fmt: skip
+    """READS: also what only the reads of a chunk take."""
     q, k, v, k_older, v_older, tail_k, tail_v, shares, shares_older = operands
     q_t, k_t, v_t, shares_t, k_older_t, v_older_t, shares_older_t = tiles
     full, free, copied = bars
     sequence, batch, head, v0, begin, end, count, slot0 = place
     KEYS: gl.constexpr = 2 * (CHUNK + HALO) * (D + COLUMNS)  # bytes
-    READS: gl.constexpr = 2 * CHUNK * (D + CHUNK + HALO)
+    OF_READS: gl.constexpr = 2 * CHUNK * (D + CHUNK + HALO) if READS else 0
     mended = begin * 0
     for c in range(count):
         s = c % STAGES
@@ -136,48 +137,49 @@ def _produce(
         mbarrier.wait(free.index(s), ((c // STAGES) & 1) ^ 1)
         if mend:
             mbarrier.expect(copied, KEYS)
-            _copy_keys(
+            copy_keys(
                 k, k_older, tail_k, of_keys, 0, c, older, k_t.index(s), k_older_t.index(s), copied,
                 TAIL, HALO,
             )  # fmt: skip
-            _copy_keys(
+            copy_keys(
                 v, v_older, tail_v, of_keys, v0, c, older, v_t.index(s), v_older_t.index(s),
                 copied, TAIL, HALO,
             )  # fmt: skip
             mbarrier.wait(copied, mended & 1)
             mended += 1
-            _keep_rows(k_t.index(s), 0, end - first, CHUNK, D)
-            _keep_rows(v_t.index(s), 0, end - first, CHUNK, COLUMNS)
+            keep_rows(k_t.index(s), 0, end - first, CHUNK, D)
+            keep_rows(v_t.index(s), 0, end - first, CHUNK, COLUMNS)
             if HALO:
                 known = gl.where(c > 0, HALO, older if TAIL else 0)
                 if LENGTHS:
                     length = gl.minimum(gl.load(tail_length + sequence), older)
                     known = gl.where(c > 0, HALO, length)
-                _keep_rows(k_older_t.index(s), HALO - known, HALO, HALO, D)
-                _keep_rows(v_older_t.index(s), HALO - known, HALO, HALO, COLUMNS)
+                keep_rows(k_older_t.index(s), HALO - known, HALO, HALO, D)
+                keep_rows(v_older_t.index(s), HALO - known, HALO, HALO, COLUMNS)
             fence_async_shared()
-            mbarrier.expect(bar, READS)
+            mbarrier.expect(bar, OF_READS)
         else:
-            mbarrier.expect(bar, KEYS + READS)
-            _copy_keys(
+            mbarrier.expect(bar, KEYS + OF_READS)
+            copy_keys(
                 k, k_older, tail_k, of_keys, 0, c, older, k_t.index(s), k_older_t.index(s), bar,
                 TAIL, HALO,
             )  # fmt: skip
-            _copy_keys(
+            copy_keys(
                 v, v_older, tail_v, of_keys, v0, c, older, v_t.index(s), v_older_t.index(s), bar,
                 TAIL, HALO,
             )  # fmt: skip
-        of_slot = ((slot0 + c) * heads + head) * CHUNK
-        tma.async_copy_global_to_shared(q, [batch, head, first, 0], bar, q_t.index(s))
-        tma.async_copy_global_to_shared(shares, [of_slot, 0], bar, shares_t.index(s))
-        if HALO:
-            tma.async_copy_global_to_shared(
-                shares_older, [of_slot, 0], bar, shares_older_t.index(s)
-            )
+        if READS:
+            of_slot = ((slot0 + c) * heads + head) * CHUNK
+            tma.async_copy_global_to_shared(q, [batch, head, first, 0], bar, q_t.index(s))
+            tma.async_copy_global_to_shared(shares, [of_slot, 0], bar, shares_t.index(s))
+            if HALO:
+                tma.async_copy_global_to_shared(
+                    shares_older, [of_slot, 0], bar, shares_older_t.index(s)
+                )
 
 
 @gluon.jit
-def _last(writes, pushes, ends, at, i, j, MOMENTUM: gl.constexpr, HALO: gl.constexpr):
+def last_token(writes, pushes, ends, at, i, j, MOMENTUM: gl.constexpr, HALO: gl.constexpr):
     """P and U of a chunk's last token, of its own and of older keys, all negative; A, a and B."""
     own = at * (HALO + CHUNK) + HALO + j
     write = -gl.load(writes + own)
@@ -193,56 +195,65 @@ def _last(writes, pushes, ends, at, i, j, MOMENTUM: gl.constexpr, HALO: gl.const
 
 
 @gluon.jit
-def _walk(
+def walk(
     tiles, left, bars, writes, pushes, ends, initial_state, initial_momentum, state, velocity,
     place, heads,
     DOT: gl.constexpr, MOMENTUM: gl.constexpr, INITIAL: gl.constexpr,
     INITIAL_MOMENTUM: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr,
     VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    LOW: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
+    """LOW: also leave what rounding takes from M. LAST: write M and S after the last token."""
     k_t, v_t, k_older_t, v_older_t = tiles
-    M_t, S_t, R_t, R_older_t = left
+    M_t, S_t, R_t, R_older_t, lost_t = left
     full, free, ready, taken = bars
     sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = k_t.dtype
     SOME: gl.constexpr = HALO if HALO else 16
-    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, _product(D)))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, _product(D)))
+    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, product(D)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, product(D)))
     cells = (sequence.to(gl.int64) * heads + head) * (WIDTH * VALUES)
     cells += d[None, :] * VALUES + e[:, None]
     inside = (e < VALUES)[:, None] & (d < WIDTH)[None, :]
-    M = gl.zeros([COLUMNS, D], gl.float32, _product(D))
+    M = gl.zeros([COLUMNS, D], gl.float32, product(D))
     S = M
     if INITIAL:
         M = gl.load(initial_state + cells, mask=inside, other=0.0)
     if INITIAL_MOMENTUM:
         S = gl.load(initial_momentum + cells, mask=inside, other=0.0)
-    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, _product(CHUNK)))
-    i = gl.arange(0, SOME, layout=gl.SliceLayout(0, _product(SOME)))
+    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, product(CHUNK)))
+    i = gl.arange(0, SOME, layout=gl.SliceLayout(0, product(SOME)))
     at = slot0.to(gl.int64) * heads + head
     if count > 0:
-        after = _last(writes, pushes, ends, at, i, j, MOMENTUM, HALO)
+        after = last_token(writes, pushes, ends, at, i, j, MOMENTUM, HALO)
         for c in range(count):
             s = c % STAGES
             slot = c % SLOTS
             write, write_older, push, push_older, rate, carry, drop = after
             at += gl.where(c + 1 < count, heads, 0)
-            after = _last(writes, pushes, ends, at, i, j, MOMENTUM, HALO)
+            after = last_token(writes, pushes, ends, at, i, j, MOMENTUM, HALO)
             mbarrier.wait(full.index(s), (c // STAGES) & 1)
             keys = k_t.index(s).reshape([CHUNK, D])
-            R = _minus(v_t.index(s).reshape([CHUNK, COLUMNS]), CHUNK)
+            R = minus(v_t.index(s).reshape([CHUNK, COLUMNS]), CHUNK)
             low = M.to(dtype)
             if HALO:
                 keys_older = k_older_t.index(s).reshape([HALO, D])
-                R_older = _minus(v_older_t.index(s).reshape([HALO, COLUMNS]), HALO)
+                R_older = minus(v_older_t.index(s).reshape([HALO, COLUMNS]), HALO)
             if not DOT:
-                R = warpgroup_mma(_left(low, CHUNK, dtype), keys.permute((1, 0)), R, is_async=True)
+                R = warpgroup_mma(
+                    left_operand(low, CHUNK, dtype), keys.permute((1, 0)), R, is_async=True
+                )
                 if HALO:
                     R_older = warpgroup_mma(
-                        _left(low, HALO, dtype), keys_older.permute((1, 0)), R_older, is_async=True
+                        left_operand(low, HALO, dtype),
+                        keys_older.permute((1, 0)),
+                        R_older,
+                        is_async=True,
                     )
             mbarrier.wait(taken.index(slot), ((c // SLOTS) & 1) ^ 1)
             M_t.index(slot).store(low)
+            if LOW:
+                lost_t.index(slot).store((M - low.to(gl.float32)).to(dtype))
             M = rate * M
             if MOMENTUM:
                 S_t.index(slot).store(S.to(dtype))
@@ -253,17 +264,20 @@ def _walk(
                     R, R_older = warpgroup_mma_wait(0, deps=[R, R_older])
                 else:
                     R = warpgroup_mma_wait(0, deps=[R])
-            M = warpgroup_mma(_left(write[None, :] * R, D, dtype), keys, M, is_async=True)
+            M = warpgroup_mma(left_operand(write[None, :] * R, D, dtype), keys, M, is_async=True)
             if MOMENTUM:
-                S = warpgroup_mma(_left(push[None, :] * R, D, dtype), keys, S, is_async=True)
+                S = warpgroup_mma(left_operand(push[None, :] * R, D, dtype), keys, S, is_async=True)
             R_t.index(slot).store(R.to(dtype))
             if HALO:
                 M = warpgroup_mma(
-                    _left(write_older[None, :] * R_older, D, dtype), keys_older, M, is_async=True
+                    left_operand(write_older[None, :] * R_older, D, dtype),
+                    keys_older,
+                    M,
+                    is_async=True,
                 )
                 if MOMENTUM:
                     S = warpgroup_mma(
-                        _left(push_older[None, :] * R_older, D, dtype), keys_older, S,
+                        left_operand(push_older[None, :] * R_older, D, dtype), keys_older, S,
                         is_async=True,
                     )  # fmt: skip
                 R_older_t.index(slot).store(R_older.to(dtype))
@@ -274,13 +288,14 @@ def _walk(
             else:
                 M = warpgroup_mma_wait(0, deps=[M])
             mbarrier.arrive(free.index(s), count=1)
-    gl.store(state + cells, M, mask=inside)
-    if MOMENTUM:
+    if LAST:
+        gl.store(state + cells, M, mask=inside)
+    if LAST and MOMENTUM:
         gl.store(velocity + cells, S, mask=inside)
 
 
 @gluon.jit
-def _read(
+def read(
     WHO: gl.constexpr, tiles, left, bars, rates, carries, scales, y, place, tokens, heads,
     MOMENTUM: gl.constexpr, HALO: gl.constexpr, VALUES: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
@@ -290,8 +305,8 @@ def _read(
     full, free, ready, taken = bars
     sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = k_t.dtype
-    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, _product(COLUMNS)))
-    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _product(COLUMNS)))
+    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, product(COLUMNS)))
+    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, product(COLUMNS)))
     for c in range(WHO, count, READERS):
         s = c % STAGES
         slot = c % SLOTS
@@ -302,25 +317,25 @@ def _read(
         queries = q_t.index(s).reshape([CHUNK, D])
         scores = warpgroup_mma(
             queries, k_t.index(s).reshape([CHUNK, D]).permute((1, 0)),
-            gl.zeros([CHUNK, CHUNK], gl.float32, _product(CHUNK)), use_acc=False, is_async=True,
+            gl.zeros([CHUNK, CHUNK], gl.float32, product(CHUNK)), use_acc=False, is_async=True,
         )  # fmt: skip
-        shares = shares_t.index(s).load(_product(CHUNK)).to(gl.float32)
+        shares = shares_t.index(s).load(product(CHUNK)).to(gl.float32)
         if HALO:
             scores_older = warpgroup_mma(
                 queries, k_older_t.index(s).reshape([HALO, D]).permute((1, 0)),
-                gl.zeros([CHUNK, HALO], gl.float32, _product(HALO)), use_acc=False, is_async=True,
+                gl.zeros([CHUNK, HALO], gl.float32, product(HALO)), use_acc=False, is_async=True,
             )  # fmt: skip
-            shares_older = shares_older_t.index(s).load(_product(HALO)).to(gl.float32)
+            shares_older = shares_older_t.index(s).load(product(HALO)).to(gl.float32)
             scores, scores_older = warpgroup_mma_wait(0, deps=[scores, scores_older])
-            mixed_older = _left(-shares_older * scores_older, COLUMNS, dtype)
+            mixed_older = left_operand(-shares_older * scores_older, COLUMNS, dtype)
         else:
             scores = warpgroup_mma_wait(0, deps=[scores])
-        mixed = _left(-shares * scores, COLUMNS, dtype)
+        mixed = left_operand(-shares * scores, COLUMNS, dtype)
         mbarrier.wait(ready.index(slot), (c // SLOTS) & 1)
-        Y = gl.zeros([CHUNK, COLUMNS], gl.float32, _product(COLUMNS))
+        Y = gl.zeros([CHUNK, COLUMNS], gl.float32, product(COLUMNS))
         Y = warpgroup_mma(queries, M_t.index(slot).permute((1, 0)), Y, use_acc=False, is_async=True)
         if MOMENTUM:
-            of_S = gl.zeros([CHUNK, COLUMNS], gl.float32, _product(COLUMNS))
+            of_S = gl.zeros([CHUNK, COLUMNS], gl.float32, product(COLUMNS))
             of_S = warpgroup_mma(
                 queries, S_t.index(slot).permute((1, 0)), of_S, use_acc=False, is_async=True
             )
@@ -343,7 +358,7 @@ def _read(
 
 
 @gluon.jit
-def _barriers(SIZE: gl.constexpr, COUNT: gl.constexpr):
+def barriers(SIZE: gl.constexpr, COUNT: gl.constexpr):
     """SIZE barriers that COUNT arrivals complete."""
     bars = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SIZE):
@@ -367,7 +382,7 @@ def omega_scan(
     tail_k, tail_v: of (N, H, older, ·), HALO rows. shares, shares_older: of the results of
     `omega_tables`; rates, carries, scales: the others of them. The others as in `omega_chain`.
     """
-    place = _place(cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(cu, tokens, heads, chunks, VALUES, PACKED)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
@@ -391,24 +406,25 @@ def omega_scan(
             gl.float16, [STAGES, CHUNK, HALO], shares_older.layout
         )
         R_older_t = gl.allocate_shared_memory(dtype, [SLOTS, COLUMNS, HALO], LEFT_OLDER)
-    full = _barriers(STAGES, 1)
-    free = _barriers(STAGES, 2)  # by walk and a reader
-    ready = _barriers(SLOTS, 1)
-    taken = _barriers(SLOTS, 1)
-    copied = _barriers(1, 1)
+    full = barriers(STAGES, 1)
+    free = barriers(STAGES, 2)  # by walk and a reader
+    ready = barriers(SLOTS, 1)
+    taken = barriers(SLOTS, 1)
+    copied = barriers(1, 1)
     gl.warp_specialize(
         [
             (
-                _walk,
+                walk,
                 (
-                    (k_t, v_t, k_older_t, v_older_t), (M_t, S_t, R_t, R_older_t),
+                    (k_t, v_t, k_older_t, v_older_t), (M_t, S_t, R_t, R_older_t, M_t),
                     (full, free, ready, taken), writes, pushes, ends, initial_state,
                     initial_momentum, state, velocity, place, heads,
                     DOT, MOMENTUM, INITIAL, INITIAL_MOMENTUM, HALO, WIDTH, VALUES, D, STAGES, SLOTS,
+                    False, True,
                 ),
             ),
             (
-                _read,
+                read,
                 (
                     0, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, S_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
@@ -416,7 +432,7 @@ def omega_scan(
                 ),
             ),
             (
-                _read,
+                read,
                 (
                     1, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, S_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
@@ -424,12 +440,12 @@ def omega_scan(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     (q, k, v, k_older, v_older, tail_k, tail_v, shares, shares_older), tail_length,
                     (q_t, k_t, v_t, shares_t, k_older_t, v_older_t, shares_older_t),
                     (full, free, copied.index(0)), place, heads, older,
-                    PACKED, TAIL, LENGTHS, HALO, D, STAGES,
+                    PACKED, TAIL, LENGTHS, HALO, D, STAGES, True,
                 ),
             ),
         ],
