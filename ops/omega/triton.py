@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ...autotune.space import Device
+from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
 from .op import OmegaShape, OmegaTensors
+from .hopper_backward import HopperBackward
 from .triton_backward import Backward
 from .triton_forward import Call
 from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
@@ -53,4 +54,6 @@ def bwd(
     given: OmegaTensors,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the first `DIFFERENTIABLE` tensors of a call."""
-    return Backward(shape, given, d_y, d_state, d_momentum).gradients()
+    config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
+    launches = HopperBackward if config.get("HOPPER") else Backward
+    return launches(shape, given, d_y, d_state, d_momentum).gradients()

@@ -190,7 +190,7 @@ class Call:
         }
         state, velocity = self.empty(*last), self.when(shape.momentum, *last)
         config = self.config
-        starts = self._starts()
+        starts = self.starts()
         arguments: dict[str, Any] = {
             "k": self.k,
             "v": self.v,
@@ -257,42 +257,20 @@ class Call:
 
     def scan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """y and what `chain` returns second and third, by the kernels for Hopper."""
-        shape, given, config, halo = self.shape, self.given, self.config, self.halo
-        tables = self._tables()
+        shape, given, config = self.shape, self.given, self.config
+        tables = self.tables()
         last = (shape.batch, shape.heads, shape.wide, shape.values)
         y = empty(given.v.shape, dtype=shape.dtype, device=self.device)
         if shape.packed:
             y.zero_()
         state, velocity = self.empty(*last), self.when(shape.momentum, *last)
-        width = tile_width(shape.wide)
-        tail_k, tail_v = (
-            x if x is None or self.aligned(x) else x.clone()
-            for x in (self.older["tail_k"], self.older["tail_v"])
+        arguments: dict[str, Any] = self.tiles(
+            "q", "k", "v", "k_older", "v_older", "tail_k", "tail_v"
         )
-        operands = {
-            "q": (self.q, TILE, width),
-            "k": (self.k, TILE, width),
-            "v": (self.v, TILE, TILE),
-            "k_older": (self.k if halo else None, halo, width),
-            "v_older": (self.v if halo else None, halo, TILE),
-            "tail_k": (tail_k if self.flags["TAIL"] else None, halo, width),
-            "tail_v": (tail_v if self.flags["TAIL"] else None, halo, TILE),
-        }
-        arguments: dict[str, Any] = {
-            name: None if x is None else runtime.head_tiles(x, rows, columns, gluon=True)
-            for name, (x, rows, columns) in operands.items()
-        }
-        for name, rows in (
-            ("shares", tables["shares_own"]),
-            ("shares_older", tables["shares_older"]),
-        ):
-            arguments[name] = None
-            if rows is not None:
-                columns = rows.shape[-1]
-                arguments[name] = runtime.matrix_tiles(
-                    rows.view(-1, columns), TILE, columns, gluon=True
-                )
-        starts = self._starts()
+        for name, table in (("shares", "shares_own"), ("shares_older", "shares_older")):
+            x = tables[table]
+            arguments[name] = None if x is None else self.matrix(x.view(-1, x.shape[-1]))
+        starts = self.starts()
         arguments |= {
             "tail_length": self.older["tail_length"],
             "cu": given.cu_seqlens,
@@ -302,8 +280,7 @@ class Call:
             "y": y,
             "state": state,
             "velocity": velocity,
-            **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
-            "older": shape.window - 1,
+            **self.scan_sizes(),
         }
         constants = {
             name: self.flags[name]
@@ -313,7 +290,7 @@ class Call:
         } | {
             "INITIAL": starts["initial_state"] is not None,
             "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
-            "D": width,
+            "D": tile_width(shape.wide),
             "STAGES": config.num_stages,
             "SLOTS": config["SLOTS"],
             "READ_REGISTERS": READ_REGISTERS,
@@ -324,7 +301,36 @@ class Call:
         )
         return y, state, velocity
 
-    def _tables(self) -> dict[str, torch.Tensor | None]:
+    def tiles(self, *names: str) -> dict[str, Any]:
+        """Descriptors of tensors of the call, for the kernels that take tiles of TILE tokens; None
+        of those that it has not. `_older`: in tiles of as many older tokens as a chunk sees.
+        """
+        width = tile_width(self.shape.wide)
+        found: dict[str, Any] = {}
+        for name in names:
+            older, tail = name.endswith("_older"), name.startswith("tail_")
+            of_tail = self.older[name] if tail and self.flags["TAIL"] else None
+            x = of_tail if tail else getattr(self, name.removesuffix("_older"))
+            if x is None or (older and self.halo == 0):
+                found[name] = None
+                continue
+            x = x if self.aligned(x) else x.clone(memory_format=torch.contiguous_format)
+            rows = self.halo if older or tail else TILE
+            columns = width if "q" in name or "k" in name else TILE
+            found[name] = runtime.head_tiles(x, rows, columns, gluon=True)
+        return found
+
+    @staticmethod
+    def matrix(x: torch.Tensor) -> Any:
+        """A descriptor of a matrix, in tiles of TILE whole rows."""
+        return runtime.matrix_tiles(x, TILE, x.shape[1], gluon=True)
+
+    def scan_sizes(self) -> dict[str, int]:
+        """The numbers that walks along a sequence take."""
+        sizes = {name: self.sizes[name] for name in ("tokens", "heads", "chunks")}
+        return sizes | {"older": self.shape.window - 1}
+
+    def tables(self) -> dict[str, torch.Tensor | None]:
         """What depends on gates alone, of every query of every chunk."""
         shape = self.shape
         each = (self.slots, shape.heads, TILE)
@@ -357,7 +363,8 @@ class Call:
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
         return tables
 
-    def _starts(self) -> dict[str, torch.Tensor | None]:
+    def starts(self) -> dict[str, torch.Tensor | None]:
+        """Initial state and momentum."""
         given = self.given
         starts = {
             "initial_state": given.initial_state, "initial_momentum": given.initial_momentum

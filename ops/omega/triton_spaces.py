@@ -15,7 +15,9 @@ from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
 KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
-TABLES, HOPPER = f"{PACKAGE}.triton_tables", f"{PACKAGE}.hopper_fwd"
+TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
+HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
+HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
@@ -115,7 +117,8 @@ def _columns(config: Config, bucket: Bucket, warps: str, *parallel: str) -> str 
     return None
 
 
-def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
+def _not_hopper(bucket: Bucket, device: Device) -> str | None:
+    """None, or why the Gluon kernels cannot run."""
     if device.capability != 90:
         return f"is written for sm_90, this is {device.arch}"
     if not runtime.has_gluon():
@@ -124,21 +127,44 @@ def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
         return (
             f"serves aligned 16-bit tensors in chunks of {TILE}, with windows up to {TILE_HALO + 1}"
         )
-    width, older = tile_width(bucket.width), bucket.halo
-    if bucket.momentum and width > TILE:
-        return f"has registers for a momentum of rows up to {TILE}"
-    tile = TILE * (2 * width + 2 * TILE) + older * (width + 2 * TILE)
-    left = TILE * (width * (1 + bucket.momentum) + TILE + older)
-    shared = 2 * (config.num_stages * tile + config["SLOTS"] * left)
+    return None
+
+
+def _room(shared: int, device: Device) -> str | None:
+    """None, or why that many bytes of shared memory and those of barriers do not fit."""
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None
 
 
+def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
+    width, older = tile_width(bucket.width), bucket.halo
+    if bucket.momentum and width > TILE:
+        return f"has registers for a momentum of rows up to {TILE}"
+    tile = TILE * (2 * width + 2 * TILE) + older * (width + 2 * TILE)
+    left = TILE * (width * (1 + bucket.momentum) + TILE + older)
+    return _room(2 * (config.num_stages * tile + config["SLOTS"] * left), device)
+
+
+def _fits_hopper_bwd(config: Config, bucket: Bucket, device: Device) -> str | None:
+    width, older = tile_width(bucket.width), bucket.halo
+    if bucket.momentum:
+        return "has no momentum"
+    keys = TILE + older
+    tile = TILE * (width + TILE) + keys * (width + TILE)
+    left = TILE * (2 * width + 2 * keys)
+    walk = 2 * (config.num_stages * tile + config["SLOTS"] * left)
+    rows = TILE * width + keys * (width + TILE)
+    block = TILE * (TILE + 3 * width + 2 * keys)
+    stages = config["CHUNKS"] if width == TILE else 1
+    chunks = 2 * (stages * rows + config["RING"] * block + TILE * keys)
+    return _room(max(walk, chunks), device)
+
+
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     if config.get("HOPPER"):
-        return _fits_hopper(config, bucket, device)
+        return _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
@@ -212,6 +238,8 @@ SPACE_FWD = Space(
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
+    if config.get("HOPPER"):
+        return _not_hopper(bucket, device) or _fits_hopper_bwd(config, bucket, device)
     reason = _columns(config, bucket, "WARPS", "PULL_V", "VALUES_V")
     if reason is not None:
         return reason
@@ -242,6 +270,8 @@ def _default_bwd(key: Key, device: Device) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["PULL_V"]
 
+    if fitting[0].get("HOPPER"):
+        return fitting[0]
     return max(fitting, key=worth)
 
 
@@ -252,11 +282,18 @@ def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps:
     )  # fmt: skip
 
 
+def _hopper_bwd(stages: int, slots: int, chunks: int) -> Config:
+    """A config of `hopper_bwd` and `hopper_gradients`: 4 warps of each are its first role."""
+    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots, CHUNKS=chunks, RING=2)
+
+
 SPACE_BWD = Space(
     op=OP,
     pass_="bwd",
     backend="triton",
     configs=(
+        _hopper_bwd(2, 2, 2),
+        _hopper_bwd(3, 2, 2),
         _config_bwd(16, 2, 16, NARROW_WARPS, NARROW_WARPS),
         _config_bwd(16, 2, 64, 8),
         _config_bwd(32, 2, 32, NARROW_WARPS, NARROW_WARPS),
@@ -268,5 +305,8 @@ SPACE_BWD = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=_default_bwd,
-    sources=(KERNELS, KERNELS_BWD, f"{PACKAGE}.triton_chunks"),
+    sources=(
+        KERNELS, KERNELS_BWD, f"{PACKAGE}.triton_chunks", TABLES, GATES_BACK, HOPPER, HOPPER_BWD,
+        HOPPER_GRADIENTS,
+    ),
 )
