@@ -17,7 +17,7 @@ from .triton_spaces import GATES_BACK, HOPPER_BWD, HOPPER_GRADIENTS, OP, TILE, t
 
 MIX_REGISTERS = 120  # of a thread of a warpgroup that mixes, in `omega_scan_back`
 KEYS_REGISTERS = 240  # of one that serves keys, in `omega_chunk_gradients`
-GATES_BACK_CONFIG = Config.make(4, 1, "mma")
+GATES_BACK_CONFIG = Config.make(1, 1, "fma")
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -37,9 +37,7 @@ class HopperBackward(Backward):
             rows, states=self.width, lost=self.width, errors=TILE, errors_older=self.halo
         )
         self._states(kept)
-        d_kept = self._matrices(
-            rows, d_states=self.width, d_errors=TILE, d_errors_older=self.halo
-        )
+        d_kept = self._matrices(rows, d_states=self.width, d_errors=TILE, d_errors_older=self.halo)
         d_initial = self._scan_back(tables, d_kept)
         return self._of_chunks_by_tiles(tables, kept | d_kept, d_initial)
 
@@ -162,13 +160,18 @@ class HopperBackward(Backward):
         programs = min(chunks, Device.of(self.device).multiprocessors)
         kernel = (HOPPER_GRADIENTS, "omega_chunk_gradients")
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
-        arguments = {
-            "step": self.gate["step"],
-            "window_gates": self.gate["window_gates"],
+        self.gates_back(tables, found, out)
+        return self.finish(out, parts, d_initial, None)
+
+    def gates_back(self, tables: Tensors, found: Tensors, out: Tensors) -> None:
+        """Gradients of steps, decays and window gates, from what chunks found."""
+        shape, given = self.shape, self.given
+        arguments: dict[str, Any] = {
+            **{name: self.gate[name] for name in ("step", "decay", "window_gates")},
             "cu": given.cu_seqlens,
-            **{name: self.sums[name] for name in ("whole", "rest")},
-            **{name: tables[name] for name in ("shares_own", "shares_older", "scales")},
+            **{name: tables[name] for name in ("shares_own", "shares_older", "rates", "scales")},
             **found,
+            "d_writes": self.empty(self.slots, shape.heads, TILE, shape.window),
             **{name: out[name] for name in ("d_step", "d_decay", "d_gates")},
             **self.sizes,
         }
@@ -178,11 +181,7 @@ class HopperBackward(Backward):
             "BEFORE": shape.read_before,
             "PACKED": shape.packed,
             "CHUNK": TILE,
-            "HALO": halo,
-            "PRECISION": self.gates_precision,
+            "HALO": self.halo,
         }
-        kernel = (GATES_BACK, "omega_gates_back")
-        runtime.launch(
-            OP, kernel, chunks, self.device, GATES_BACK_CONFIG, arguments, constants
-        )
-        return self.finish(out, parts, d_initial, None)
+        kernel, chunks = (GATES_BACK, "omega_gates_back"), self.slots * shape.heads
+        runtime.launch(OP, kernel, chunks, self.device, GATES_BACK_CONFIG, arguments, constants)

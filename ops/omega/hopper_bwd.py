@@ -165,8 +165,8 @@ def copy_rows(
     ROWS: gl.constexpr, BESIDE: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr,
     LENGTHS: gl.constexpr, HALO: gl.constexpr, D: gl.constexpr, UPSTREAM: gl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and (UPSTREAM) gradients of y of chunk c, ROWS bytes; the barrier `full` is told
-    of them and of BESIDE bytes that come with them. Returns how often `copied` has been used.
+    """Queries, keys and (UPSTREAM) gradients of y of chunk c, ROWS bytes; the barrier `full` is
+    told of them and of BESIDE bytes that come with them. Returns how often `copied` was used.
     """
     q, k, d_y, k_older, tail_k = operands
     q_t, k_t, d_y_t, k_older_t = tiles
@@ -413,9 +413,7 @@ def omega_scan_back(
             gl.float16, [STAGES, CHUNK, HALO], shares_older.layout
         )
         X_older_t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, HALO], NARROW)
-        dR_older_t = gl.allocate_shared_memory(
-            dtype, [SLOTS, COLUMNS, HALO], d_errors_older.layout
-        )
+        dR_older_t = gl.allocate_shared_memory(dtype, [SLOTS, COLUMNS, HALO], d_errors_older.layout)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)  # by walk and a mixer
     ready = barriers(SLOTS, 1)

@@ -115,7 +115,7 @@ def produce(
     PACKED: gl.constexpr, TAIL: gl.constexpr, LENGTHS: gl.constexpr, HALO: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, READS: gl.constexpr,
 ):  # fmt: skip
-    """READS: also what only the reads of a chunk take."""
+    """Role of a warp: copies. READS: also what only the reads of a chunk take."""
     q, k, v, k_older, v_older, tail_k, tail_v, shares, shares_older = operands
     q_t, k_t, v_t, shares_t, k_older_t, v_older_t, shares_older_t = tiles
     full, free, copied = bars
@@ -203,7 +203,9 @@ def walk(
     VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     LOW: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """LOW: also leave what rounding takes from M. LAST: write M and S after the last token."""
+    """Role of a warpgroup: the memory, chunk after chunk. LOW: also leave what rounding takes from M.
+    LAST: write M and S after the last token.
+    """
     k_t, v_t, k_older_t, v_older_t = tiles
     M_t, S_t, R_t, R_older_t, lost_t = left
     full, free, ready, taken = bars
@@ -300,6 +302,7 @@ def read(
     MOMENTUM: gl.constexpr, HALO: gl.constexpr, VALUES: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
+    """Role of a warpgroup: what the queries of every other chunk read."""
     q_t, k_t, shares_t, k_older_t, shares_older_t = tiles
     M_t, S_t, R_t, R_older_t = left
     full, free, ready, taken = bars
@@ -369,7 +372,8 @@ def barriers(SIZE: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit(do_not_specialize=SCAN_RUNTIME)
 def omega_scan(
     q, k, v, k_older, v_older, tail_k, tail_v, shares, shares_older, tail_length, cu,
-    writes, pushes, ends, rates, carries, scales, initial_state, initial_momentum, y, state, velocity,
+    writes, pushes, ends, rates, carries, scales, initial_state, initial_momentum, y, state,
+    velocity,
     tokens: gl.int32, heads: gl.int32, chunks: gl.int32, older: gl.int32,
     DOT: gl.constexpr, MOMENTUM: gl.constexpr, INITIAL: gl.constexpr,
     INITIAL_MOMENTUM: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr,

@@ -1,6 +1,6 @@
 """Gradients of a chunk's queries, keys, values and weights for Hopper, in Gluon.
 
-With what both walks left (M, R, dM, dR), chunks do not wait for each other. X = −P ∘ L with L = Q Kᵀ
+With what both walks left (M, R, dM, dR), chunks do not wait for each other. X = −P ∘ L, L = Q Kᵀ,
 are the weights of the errors in Y = A ∘ Q M + X R. One program a multiprocessor serves chunk after
 chunk, of all columns of values; three roles share it:
 
@@ -312,9 +312,7 @@ def _of_keys(
             dK = warpgroup_mma(dL_t.permute((1, 0)), queries, dK, is_async=True)
             if HALO:
                 x = k_older_t.index(s).reshape([HALO, D]).permute((1, 0)).load(product(HALO))
-                gl.store(
-                    in_state_older + at * HALO + i, gl.sum(x.to(gl.float32) * along_older, 0)
-                )
+                gl.store(in_state_older + at * HALO + i, gl.sum(x.to(gl.float32) * along_older, 0))
                 dK_older += write_older[None, :] * along_older
                 dK_older = warpgroup_mma(
                     queries.permute((1, 0)), dL_older_t, dK_older, is_async=True
@@ -361,9 +359,7 @@ def omega_chunk_gradients(
     dM_t = gl.allocate_shared_memory(dtype, [RING, COLUMNS, D], d_states.layout)
     R_t = gl.allocate_shared_memory(dtype, [RING, COLUMNS, CHUNK], errors.layout)
     dR_t = gl.allocate_shared_memory(dtype, [RING, COLUMNS, CHUNK], d_errors.layout)
-    dL_t = gl.allocate_shared_memory(
-        dtype, [CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
+    dL_t = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
     k_older_t = k_t
     shares_older_t = shares_t
     R_older_t = R_t
@@ -375,9 +371,7 @@ def omega_chunk_gradients(
             gl.float16, [STAGES, CHUNK, HALO], shares_older.layout
         )
         R_older_t = gl.allocate_shared_memory(dtype, [RING, COLUMNS, HALO], errors_older.layout)
-        dR_older_t = gl.allocate_shared_memory(
-            dtype, [RING, COLUMNS, HALO], d_errors_older.layout
-        )
+        dR_older_t = gl.allocate_shared_memory(dtype, [RING, COLUMNS, HALO], d_errors_older.layout)
         dL_older_t = gl.allocate_shared_memory(
             dtype, [CHUNK, HALO], gl.NVMMASharedLayout(32, 16, rank=2)
         )

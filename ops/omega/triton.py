@@ -1,6 +1,17 @@
-"""Triton backend: the launchers, those of backward in `triton_backward`.
+"""Triton backend.
 
-Kernels are in `triton_fwd`, `triton_tables`, `hopper_fwd` and `triton_bwd`, config spaces in `triton_spaces`.
+| kernels             | of                                                                  |
+|---------------------|---------------------------------------------------------------------|
+| `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
+| `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
+| `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
+| `hopper_bwd`        | both walks of its backward                                          |
+| `hopper_gradients`  | its gradients                                                       |
+| `triton_tables`     | weights of reads, for the kernels for Hopper                        |
+| `triton_gates_back` | gradients of gates, from those that these leave                     |
+
+Launchers are in `triton_forward`, `triton_backward` and `hopper_backward`, config spaces in
+`triton_spaces`; what kernels share is in `triton_chunks`.
 """
 
 from __future__ import annotations
@@ -9,8 +20,8 @@ import torch
 
 from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
-from .op import OmegaShape, OmegaTensors
 from .hopper_backward import HopperBackward
+from .op import OmegaShape, OmegaTensors
 from .triton_backward import Backward
 from .triton_forward import Call
 from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal

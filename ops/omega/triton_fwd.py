@@ -74,9 +74,9 @@ def omega_gates(
     """One slot of HEADS heads. Gates come as (B, T, H[, window]), results as (B, H[, window], T).
 
     carry: a. left: what of a token's M is in M at the chunk's end, push and by_push: of its S in S
-    and in M. band, m_band: P and U of a token and of the key `lag` before it. bound: with BOUND, what no P of a token is larger than. writes, pushes
-    (slots, H, HALO + CHUNK): P and U of the last token, of the older keys first. ends (slots, H,
-    3): A, a and B of the last token.
+    and in M. band, m_band: P and U of a token and of the key `lag` before it. bound: with BOUND,
+    what no P of a token is larger than. writes, pushes (slots, H, HALO + CHUNK): P and U of the
+    last token, of the older keys first. ends (slots, H, 3): A, a and B of the last token.
     """
     slot = tl.program_id(0) // tl.cdiv(heads, HEADS)
     h = tl.program_id(0) % tl.cdiv(heads, HEADS) * HEADS + tl.arange(0, HEADS)  # [HEADS]

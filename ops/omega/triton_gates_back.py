@@ -1,93 +1,132 @@
-"""Gradients of steps, window gates and decays, from those of the weights that they make."""
+"""Gradients of steps, window gates and decays, from those of the weights that they make.
+
+P of a key at token t is a_t times P at t − 1 and what t writes of it; A is a_t times A at t − 1. So
+their gradients run from the last token to the first: dP_t is what reads at t add, and a_{t+1} dP_{t+1}.
+A token's write of a key has dP_t of that key for a gradient, its decay ⟨dP_t, P_{t−1}⟩ + dA_t A_{t−1}.
+"""
 
 import triton
 import triton.language as tl
 
-from .triton_chunks import decays, load_sums, place_chunk, table_of_decays
+from .triton_chunks import place_chunk
 
 GATES_BACK_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
 
 
 @triton.jit
-def _written(
-    back, left, d_shares, shares, scales, in_state, at, size,
-    BEFORE: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+def _row(x, at, t, keys, size, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """Row t of the chunk's table, zeros where it has none."""
+    there = (t >= 0) & (t < size)
+    return tl.load(x + (at * CHUNK + t) * KEYS + keys, mask=(keys >= 0) & there, other=0.0)
+
+
+@triton.jit
+def _numbers(
+    d_rates, rates, scales, decay, at, of_token, heads, t, size,
+    DECAY: tl.constexpr, SEEN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of KEYS keys: the gradient of what each token adds to P, [CHUNK, KEYS], and for each token
-    the sum of it and P in front of the token, which is the gradient of its decay.
-    """
-    t = tl.arange(0, CHUNK)
-    keys = tl.arange(0, KEYS)
-    to = (at * CHUNK + t)[:, None] * KEYS + keys[None, :]
-    there = (t < size)[:, None] & (keys >= 0)[None, :]
-    upstream = tl.load(d_shares + to, mask=there, other=0.0)  # [reading, keys]
-    d_write = tl.dot(back, upstream, input_precision=PRECISION)
-    d_write -= left[:, None] * tl.load(in_state + at * KEYS + keys)[None, :]
-    row = t if BEFORE else t - 1
-    there = (row >= 0) & (t < size)
-    scale = tl.load(scales + at * CHUNK + row, mask=there, other=0.0)
-    to = (at * CHUNK + row)[:, None] * KEYS + keys[None, :]
-    before = tl.load(shares + to, mask=there[:, None] & (keys >= 0)[None, :], other=0.0)
-    return d_write, tl.sum(d_write * (scale[:, None] * before.to(tl.float32)), 1)
+    """What reads at token t add to dA, A and the scale of P in front of it, and its decay."""
+    row = at * CHUNK + t + SEEN
+    upstream = tl.load(d_rates + row, mask=(t >= 0) & (t + SEEN < size), other=0.0)
+    scale = tl.load(scales + row - 1, mask=t + SEEN > 0, other=0.0)
+    rate = tl.load(rates + row - 1, mask=t + SEEN > 0, other=0.0)
+    rate = tl.where(t > 0, rate * scale, 1.0)
+    a = upstream
+    if DECAY:
+        a = tl.load(decay + (of_token + t * heads), mask=t >= 0, other=0.0)
+    return upstream, scale, rate, a
 
 
 @triton.jit(do_not_specialize=GATES_BACK_RUNTIME)
 def omega_gates_back(
-    step, window_gates, cu, whole, rest, shares_own, shares_older, scales, d_shares,
-    d_shares_older, d_rates, in_state, in_state_older, of_states, d_step, d_decay, d_gates,
+    step, decay, window_gates, cu, shares_own, shares_older, rates, scales, d_shares,
+    d_shares_older, d_rates, in_state, in_state_older, of_states, d_writes, d_step, d_decay,
+    d_gates,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, GATES: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head. Gates and their gradients as (B, T, H[, window]); tables of P as
-    `omega_tables` leaves them, the gradients as `omega_chunk_gradients` does.
+    `omega_tables` leaves them, their gradients as `omega_chunk_gradients` does. d_writes (slots, H,
+    CHUNK, window): room for the gradients of writes.
+
+    A token after the other, keys side by side: rows are loaded a token ahead, and a
+    multiprocessor has many chunks at work.
     """
     head = tl.program_id(0) % heads
     slot = tl.program_id(0) // heads
     _, batch, _, first, size, _ = place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED)
     if size > 0:
-        row = batch * heads + head
         at = slot.to(tl.int64) * heads + head
-        t = tl.arange(0, CHUNK)
-        there = t < size
-        reading = tl.arange(0, CHUNK)
-        seen = reading - 1 if BEFORE else reading
-        back = table_of_decays(whole, rest, row, tokens, first, seen, t, size, DECAY, True)
-        back = tl.where(there[:, None] & (reading < size)[None, :], back, 0.0)  # [written, reading]
-        left = tl.where(there, 1.0, 0.0)
-        if DECAY:
-            w, r = load_sums(whole, rest, row, tokens, first, t * 0 + (size - 1), size)
-            v, s = load_sums(whole, rest, row, tokens, first, t, size)
-            left = decays(there, w, r, v, s)
-        d_write, d_alpha = _written(
-            back, left, d_shares, shares_own, scales, in_state, at, size, BEFORE, CHUNK, CHUNK,
-            PRECISION,
-        )  # fmt: skip
-        older = d_write
-        i = t
+        of_token = (batch * tokens + first).to(tl.int64) * heads + head  # of the chunk's first
+        keys = tl.arange(0, CHUNK)
+        i = tl.arange(0, HALO) if HALO > 0 else keys
+        SEEN: tl.constexpr = 1 if BEFORE else 0  # rows read what is there one token earlier
+        t = size - 1
+        # Through M after the last token.
+        dP = -tl.load(in_state + at * CHUNK + keys)
+        dP_older = dP
+        dA = tl.load(of_states + at)
+        upstream = _row(d_shares, at, t + SEEN, keys, size, CHUNK, CHUNK)
+        shares = _row(shares_own, at, t - 1 + SEEN, keys, size, CHUNK, CHUNK)
+        upstream_older = upstream
+        shares_of_older = shares
         if HALO > 0:
-            i = tl.arange(0, HALO) - HALO
-            older, of_older = _written(
-                back, left, d_shares_older, shares_older, scales, in_state_older, at, size, BEFORE,
-                CHUNK, HALO, PRECISION,
-            )  # fmt: skip
-            d_alpha += of_older
-        of_gates = (batch * tokens + first + t).to(tl.int64) * heads + head
-        if DECAY:
-            d_rate = tl.load(d_rates + at * CHUNK + reading, mask=reading < size, other=0.0)
-            d_rate = tl.sum(back * d_rate[None, :], 1) + left * tl.load(of_states + at)
-            w, r = load_sums(whole, rest, row, tokens, first, t - 1, size)
-            d_alpha += d_rate * tl.exp2(w.to(tl.float32) + r)
-            tl.store(d_decay + of_gates, d_alpha, mask=there)
-        # The gradient of a weight is that of its key at its token.
+            dP_older = -tl.load(in_state_older + at * HALO + i)
+            upstream_older = _row(d_shares_older, at, t + SEEN, i, size, CHUNK, HALO)
+            shares_of_older = _row(shares_older, at, t - 1 + SEEN, i, size, CHUNK, HALO)
+        of_A, scale, rate, a = _numbers(
+            d_rates, rates, scales, decay, at, of_token, heads, t, size, DECAY, SEEN, CHUNK
+        )
+        while t >= 0:
+            # The next token's, before this one's are at work.
+            upstream_next = _row(d_shares, at, t - 1 + SEEN, keys, size, CHUNK, CHUNK)
+            shares_next = _row(shares_own, at, t - 2 + SEEN, keys, size, CHUNK, CHUNK)
+            of_A_next, scale_next, rate_next, a_next = _numbers(
+                d_rates, rates, scales, decay, at, of_token, heads, t - 1, size, DECAY, SEEN, CHUNK
+            )
+            upstream_older_next = upstream_older
+            shares_older_next = shares_of_older
+            if HALO > 0:
+                upstream_older_next = _row(d_shares_older, at, t - 1 + SEEN, i, size, CHUNK, HALO)
+                shares_older_next = _row(shares_older, at, t - 2 + SEEN, i, size, CHUNK, HALO)
+            dA += of_A
+            dP += upstream
+            lag = t - keys
+            to = (at * CHUNK + t) * window
+            tl.store(d_writes + (to + lag), dP, mask=(lag >= 0) & (lag < window))
+            if HALO > 0:
+                dP_older += upstream_older
+                lag = t - (i - HALO)
+                tl.store(d_writes + (to + lag), dP_older, mask=lag < window)
+            if DECAY:
+                of_decay = tl.sum(dP * shares.to(tl.float32), 0)
+                if HALO > 0:
+                    of_decay += tl.sum(dP_older * shares_of_older.to(tl.float32), 0)
+                tl.store(d_decay + (of_token + t * heads), scale * of_decay + rate * dA)
+                dP *= a
+                dA *= a
+                dP_older *= a
+            upstream = upstream_next
+            shares = shares_next
+            upstream_older = upstream_older_next
+            shares_of_older = shares_older_next
+            of_A = of_A_next
+            scale = scale_next
+            rate = rate_next
+            a = a_next
+            t -= 1
+        tl.debug_barrier()  # what other threads stored is read from here on
+        there = keys < size
+        of_gates = of_token + keys * heads
         s = tl.load(step + of_gates, mask=there, other=0.0)
         total = tl.zeros([CHUNK], tl.float32)
         lag = window * 0
         while lag < window:
-            gradient = tl.sum(tl.where(t[None, :] == t[:, None] - lag, d_write, 0.0), 1)
-            if HALO > 0:
-                gradient += tl.sum(tl.where(i[None, :] == t[:, None] - lag, older, 0.0), 1)
+            gradient = tl.load(
+                d_writes + ((at * CHUNK + keys) * window + lag), mask=there, other=0.0
+            )
             gate = tl.full([CHUNK], 1.0, tl.float32) / window
             if GATES:
                 gate = tl.load(window_gates + of_gates * window + lag, mask=there, other=0.0)

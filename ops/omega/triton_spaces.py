@@ -306,7 +306,13 @@ SPACE_BWD = Space(
     bucket=bucket,
     default=_default_bwd,
     sources=(
-        KERNELS, KERNELS_BWD, f"{PACKAGE}.triton_chunks", TABLES, GATES_BACK, HOPPER, HOPPER_BWD,
+        KERNELS,
+        KERNELS_BWD,
+        f"{PACKAGE}.triton_chunks",
+        TABLES,
+        GATES_BACK,
+        HOPPER,
+        HOPPER_BWD,
         HOPPER_GRADIENTS,
     ),
 )

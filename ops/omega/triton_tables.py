@@ -3,21 +3,53 @@
 import triton
 import triton.language as tl
 
-from .triton_chunks import load_sums, place_chunk, shares
+from .triton_chunks import load_band, load_sums, place_chunk, shares
 
 TABLES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
-
-
 LOWEST = tl.constexpr(-32)  # exponent of the smallest scale of a row: less is as good as nothing
 
 
 @triton.jit
 def _scale(largest):
-    """The power of two below each number, and one over it; 1 where there is no such number."""
+    """The power of two below each number, one over it, and its exponent."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.minimum(tl.maximum(exponent, LOWEST), 126)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    return scale, ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse, exponent.to(tl.float32)
+
+
+@triton.jit
+def _store_shares(
+    out, whole, rest, band, row, rows, tokens, first, size, window, seen, inverse, exponent,
+    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr,
+):  # fmt: skip
+    """P of KEYS keys, the first one OLDER tokens in front of the chunk, as `shares` has it, over
+    the scale of each query: all as if behind the window, and over those in it, on their diagonals,
+    what the band says.
+    """
+    cell = tl.arange(0, KEYS)
+    s = cell + (window - 1 - OLDER)  # the last token that writes a key
+    last = load_band(band, row, window - 1, window, tokens, first, s, size)
+    later = (seen[:, None] >= s[None, :]) & (seen < size)[:, None]
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, seen, size)
+        v, u = load_sums(whole, rest, row, tokens, first, s, size)
+        left = (w.to(tl.float32) - exponent)[:, None] - v.to(tl.float32)[None, :]
+        part = tl.exp2(left + (r[:, None] - u[None, :])) * last[None, :]
+    else:
+        part = inverse[:, None] * last[None, :]
+    to = rows * KEYS
+    part = tl.where(later, part, 0.0).to(tl.float16)
+    tl.store(out + (to[:, None] + cell[None, :]), part)
+    tl.debug_barrier()  # other threads' numbers are replaced
+    lag = window * 0
+    while lag < window - 1:
+        exact = inverse * load_band(band, row, lag, window, tokens, first, seen, size)
+        key = seen - lag + OLDER
+        inside = (seen >= 0) & (seen < size) & (key >= 0) & (key < KEYS)
+        tl.store(out + (to + key), exact.to(tl.float16), mask=inside)
+        lag += 1
 
 
 @triton.jit(do_not_specialize=TABLES_RUNTIME)
@@ -27,45 +59,59 @@ def omega_tables(
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head, as each query sees it: P of the chunk's own keys (slots, H, CHUNK,
+    """Of one chunk and head, ROWS of its queries: P of the chunk's own keys (slots, H, CHUNK,
     CHUNK) and of the older ones (slots, H, CHUNK, HALO), A and a, all over the query's scale, and
     the scales (slots, H, CHUNK), powers of two.
 
     P is fp16, which has three more bits than bf16; with a scale for each query it is in range.
     """
+    PARTS: tl.constexpr = CHUNK // ROWS
     head = tl.program_id(0) % heads
-    slot = tl.program_id(0) // heads
+    part = tl.program_id(0) // heads % PARTS
+    slot = tl.program_id(0) // heads // PARTS
     _, batch, _, first, size, _ = place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED)
     if size > 0:
         row = batch * heads + head
-        at = slot.to(tl.int64) * heads + head
-        t = tl.arange(0, CHUNK)
+        t = part * ROWS + tl.arange(0, ROWS)
+        rows = (slot.to(tl.int64) * heads + head) * CHUNK + t
         seen = t - 1 if BEFORE else t  # the last token whose write is read
-        seen_there = (seen >= 0) & (seen < size)
+        there = (seen >= 0) & (seen < size)
         of_row = row.to(tl.int64) * tokens + first + seen
-        scale, inverse = _scale(tl.load(bound + of_row, mask=seen_there, other=0.0))
-        tl.store(scales + at * CHUNK + t, scale)
-        part = shares(
-            whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen, t,
-            DECAY, MOMENTUM, False, WINDOW, PRECISION, CHUNK,
-        )  # fmt: skip
-        to = at * (CHUNK * CHUNK) + t[:, None] * CHUNK + t[None, :]
-        tl.store(shares_own + to, (part * inverse[:, None]).to(tl.float16))
-        if HALO > 0:
-            i = tl.arange(0, HALO)
-            part = shares(
-                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
-                i - HALO, DECAY, MOMENTUM, False, WINDOW, PRECISION, CHUNK,
-            )  # fmt: skip
-            to = at * (CHUNK * HALO) + t[:, None] * HALO + i[None, :]
-            tl.store(shares_older + to, (part * inverse[:, None]).to(tl.float16))
+        scale, inverse, exponent = _scale(tl.load(bound + of_row, mask=there, other=0.0))
+        tl.store(scales + rows, scale)
         rate = inverse
         if DECAY:
             w, r = load_sums(whole, rest, row, tokens, first, seen, size)
             rate *= tl.exp2(w.to(tl.float32) + r)
-        tl.store(rates + at * CHUNK + t, rate)
+        tl.store(rates + rows, rate)
         if MOMENTUM:
-            a = tl.load(carry + of_row, mask=seen_there, other=0.0)
-            tl.store(carries + at * CHUNK + t, a * inverse)
+            a = tl.load(carry + of_row, mask=there, other=0.0)
+            tl.store(carries + rows, a * inverse)
+            j = tl.arange(0, CHUNK)
+            P = shares(
+                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
+                j, DECAY, True, False, WINDOW, PRECISION, CHUNK,
+            )  # fmt: skip
+            to = rows[:, None] * CHUNK + j[None, :]
+            tl.store(shares_own + to, (P * inverse[:, None]).to(tl.float16))
+            if HALO > 0:
+                i = tl.arange(0, HALO)
+                P = shares(
+                    whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
+                    seen, i - HALO, DECAY, True, False, WINDOW, PRECISION, CHUNK,
+                )  # fmt: skip
+                to = rows[:, None] * HALO + i[None, :]
+                tl.store(shares_older + to, (P * inverse[:, None]).to(tl.float16))
+        else:
+            _store_shares(
+                shares_own, whole, rest, band, row, rows, tokens, first, size, window, seen,
+                inverse, exponent, DECAY, CHUNK, 0,
+            )  # fmt: skip
+            if HALO > 0:
+                _store_shares(
+                    shares_older, whole, rest, band, row, rows, tokens, first, size, window, seen,
+                    inverse, exponent, DECAY, HALO, HALO,
+                )  # fmt: skip
