@@ -11,7 +11,6 @@ import torch
 
 from ...autotune.space import Config, Device
 from .. import triton_runtime as runtime
-from ..alloc import empty
 from .triton_backward import Backward
 from .triton_spaces import GATES_BACK, HOPPER_BWD, HOPPER_GRADIENTS, OP, TILE, tile_width
 
@@ -42,8 +41,10 @@ class HopperBackward(Backward):
         return self._of_chunks_by_tiles(tables, kept | d_kept, d_initial)
 
     def _matrices(self, rows: int, **columns: int) -> Tensors:
-        like = {"dtype": self.shape.dtype, "device": self.device}
-        return {name: empty((rows, n), **like) if n else None for name, n in columns.items()}
+        return {
+            name: self.empty(rows, n, dtype=self.shape.dtype) if n else None
+            for name, n in columns.items()
+        }
 
     def _of_matrices(self, matrices: Tensors) -> dict[str, Any]:
         return {name: None if x is None else self.matrix(x) for name, x in matrices.items()}

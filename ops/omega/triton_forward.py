@@ -335,10 +335,10 @@ class Call:
         """What depends on gates alone, of every query of every chunk."""
         shape = self.shape
         each = (self.slots, shape.heads, TILE)
-        like = {"dtype": torch.float16, "device": self.device}
+        half = {"dtype": torch.float16}
         tables = {
-            "shares_own": empty((*each, TILE), **like),
-            "shares_older": empty((*each, self.halo), **like) if self.halo else None,
+            "shares_own": self.empty(*each, TILE, **half),
+            "shares_older": self.empty(*each, self.halo, **half) if self.halo else None,
             "rates": self.empty(*each),
             "carries": self.when(shape.momentum, *each),
             "scales": self.empty(*each),

@@ -1,8 +1,9 @@
 """Gradients of steps, window gates and decays, from those of the weights that they make.
 
-P of a key at token t is a_t times P at t − 1 and what t writes of it; A is a_t times A at t − 1. So
-their gradients run from the last token to the first: dP_t is what reads at t add, and a_{t+1} dP_{t+1}.
-A token's write of a key has dP_t of that key for a gradient, its decay ⟨dP_t, P_{t−1}⟩ + dA_t A_{t−1}.
+P of a key at token t is a_t times P at t − 1 and what t writes of it, A is a_t times A at t − 1. So
+their gradients run from the last token to the first: dP at t is what reads at t add and a_{t+1}
+times dP at t + 1. It is the gradient of what t writes of a key; that of the token's decay is
+⟨dP_t, P_{t−1}⟩ + dA_t A_{t−1}.
 """
 
 import triton

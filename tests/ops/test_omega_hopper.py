@@ -7,6 +7,7 @@ Triton's, and run under the interpreter.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def chunks_of(case: Case) -> list[tuple[int, int, int]]:
     """(slot, first token, tokens) of each chunk."""
     ends = case.packed or (0, case.tokens)
     found = []
-    for sequence, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
         for number, first in enumerate(range(begin, end, TILE)):
             slot = (begin // TILE + sequence if case.packed else 0) + number
             found.append((slot, first, min(TILE, end - first)))
