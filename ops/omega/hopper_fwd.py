@@ -203,7 +203,7 @@ def walk(
     VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     LOW: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Role of a warpgroup: the memory, chunk after chunk. LOW: also leave what rounding takes from M.
+    """Role of a warpgroup: the memory, chunk after chunk. LOW: leave what rounding takes, too.
     LAST: write M and S after the last token.
     """
     k_t, v_t, k_older_t, v_older_t = tiles

@@ -15,10 +15,10 @@ GATES_BACK_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window
 
 
 @triton.jit
-def _row(x, at, t, keys, size, CHUNK: tl.constexpr, KEYS: tl.constexpr):
-    """Row t of the chunk's table, zeros where it has none."""
-    there = (t >= 0) & (t < size)
-    return tl.load(x + (at * CHUNK + t) * KEYS + keys, mask=(keys >= 0) & there, other=0.0)
+def _row(x, at, t, cell, key, size, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """Row t of the chunk's table, of keys up to its token; zeros where it has none."""
+    there = (t >= 0) & (t < size) & (key <= t)
+    return tl.load(x + (at * CHUNK + t) * KEYS + cell, mask=there, other=0.0)
 
 
 @triton.jit
@@ -69,29 +69,33 @@ def omega_gates_back(
         dP = -tl.load(in_state + at * CHUNK + keys)
         dP_older = dP
         dA = tl.load(of_states + at)
-        upstream = _row(d_shares, at, t + SEEN, keys, size, CHUNK, CHUNK)
-        shares = _row(shares_own, at, t - 1 + SEEN, keys, size, CHUNK, CHUNK)
+        upstream = _row(d_shares, at, t + SEEN, keys, keys, size, CHUNK, CHUNK)
+        shares = _row(shares_own, at, t - 1 + SEEN, keys, keys, size, CHUNK, CHUNK)
         upstream_older = upstream
         shares_of_older = shares
         if HALO > 0:
             dP_older = -tl.load(in_state_older + at * HALO + i)
-            upstream_older = _row(d_shares_older, at, t + SEEN, i, size, CHUNK, HALO)
-            shares_of_older = _row(shares_older, at, t - 1 + SEEN, i, size, CHUNK, HALO)
+            upstream_older = _row(d_shares_older, at, t + SEEN, i, i - HALO, size, CHUNK, HALO)
+            shares_of_older = _row(shares_older, at, t - 1 + SEEN, i, i - HALO, size, CHUNK, HALO)
         of_A, scale, rate, a = _numbers(
             d_rates, rates, scales, decay, at, of_token, heads, t, size, DECAY, SEEN, CHUNK
         )
         while t >= 0:
             # The next token's, before this one's are at work.
-            upstream_next = _row(d_shares, at, t - 1 + SEEN, keys, size, CHUNK, CHUNK)
-            shares_next = _row(shares_own, at, t - 2 + SEEN, keys, size, CHUNK, CHUNK)
+            upstream_next = _row(d_shares, at, t - 1 + SEEN, keys, keys, size, CHUNK, CHUNK)
+            shares_next = _row(shares_own, at, t - 2 + SEEN, keys, keys, size, CHUNK, CHUNK)
             of_A_next, scale_next, rate_next, a_next = _numbers(
                 d_rates, rates, scales, decay, at, of_token, heads, t - 1, size, DECAY, SEEN, CHUNK
             )
             upstream_older_next = upstream_older
             shares_older_next = shares_of_older
             if HALO > 0:
-                upstream_older_next = _row(d_shares_older, at, t - 1 + SEEN, i, size, CHUNK, HALO)
-                shares_older_next = _row(shares_older, at, t - 2 + SEEN, i, size, CHUNK, HALO)
+                upstream_older_next = _row(
+                    d_shares_older, at, t - 1 + SEEN, i, i - HALO, size, CHUNK, HALO
+                )
+                shares_older_next = _row(
+                    shares_older, at, t - 2 + SEEN, i, i - HALO, size, CHUNK, HALO
+                )
             dA += of_A
             dP += upstream
             lag = t - keys
