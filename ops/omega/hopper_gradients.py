@@ -343,10 +343,10 @@ def omega_chunk_gradients(
     STAGES: gl.constexpr, RING: gl.constexpr, KEYS_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Operands as the walks take and leave them. d_q, d_k, d_v as q, k, v, contiguous. edge_k,
-    edge_v, older_k, older_v (slots, H, HALO, ·), fp32. For `omega_gates_back`, fp32: d_shares,
-    d_shares_older as the tables of P (of keys up to the query), d_rates (slots, H, CHUNK) the gradient of A through reads;
-    in_state (slots, H, CHUNK), in_state_older (slots, H, HALO): ⟨k dM, R⟩ of each key; of_states
-    (slots, H): ⟨M, dM⟩.
+    edge_v, older_k, older_v (slots, H, HALO, ·), fp32. For `omega_gates_back`, fp32: d_shares
+    (of keys up to the query) and d_shares_older as the tables of P, d_rates (slots, H, CHUNK) the
+    gradient of A through reads; in_state (slots, H, CHUNK), in_state_older (slots, H, HALO):
+    ⟨k dM, R⟩ of each key; of_states (slots, H): ⟨M, dM⟩.
     """
     BLOCKS: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
     dtype: gl.constexpr = k.dtype
