@@ -200,7 +200,7 @@ def _of_queries(
             else:
                 scores = warpgroup_mma_wait(0, deps=[scores])
             to = (at * CHUNK + t)[:, None] * CHUNK + keys[None, :]
-            gl.store(d_shares + to, -scores * dX, mask=keys[None, :] <= t[:, None])
+            gl.store(d_shares + to, -scores * dX)
             dQ = warpgroup_mma(dL, rows, rate[:, None] * QM, is_async=True)
             if HALO:
                 dQ = warpgroup_mma(dL_older, rows_older, dQ, is_async=True)
@@ -344,7 +344,7 @@ def omega_chunk_gradients(
 ):  # fmt: skip
     """Operands as the walks take and leave them. d_q, d_k, d_v as q, k, v, contiguous. edge_k,
     edge_v, older_k, older_v (slots, H, HALO, ·), fp32. For `omega_gates_back`, fp32: d_shares
-    (of keys up to the query) and d_shares_older as the tables of P, d_rates (slots, H, CHUNK) the
+    and d_shares_older as the tables of P, d_rates (slots, H, CHUNK) the
     gradient of A through reads; in_state (slots, H, CHUNK), in_state_older (slots, H, HALO):
     ⟨k dM, R⟩ of each key; of_states (slots, H): ⟨M, dM⟩.
     """

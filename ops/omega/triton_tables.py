@@ -21,12 +21,12 @@ def _scale(largest):
 
 @triton.jit
 def _store_shares(
-    out, whole, rest, band, row, rows, tokens, first, size, window, seen, inverse, exponent,
-    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr,
+    out, whole, rest, band, exact, row, rows, tokens, first, size, window, seen, inverse, exponent,
+    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr, LAGS: tl.constexpr,
 ):  # fmt: skip
     """P of KEYS keys, the first one OLDER tokens in front of the chunk, as `shares` has it, over
     the scale of each query: all as if behind the window, and over those in it, on their diagonals,
-    what the band says.
+    `exact` [queries, LAGS], what the band says.
     """
     cell = tl.arange(0, KEYS)
     s = cell + (window - 1 - OLDER)  # the last token that writes a key
@@ -42,14 +42,13 @@ def _store_shares(
     to = rows * KEYS
     part = tl.where(later, part, 0.0).to(tl.float16)
     tl.store(out + (to[:, None] + cell[None, :]), part)
-    tl.debug_barrier()  # other threads' numbers are replaced
-    lag = window * 0
-    while lag < window - 1:
-        exact = inverse * load_band(band, row, lag, window, tokens, first, seen, size)
-        key = seen - lag + OLDER
-        inside = (seen >= 0) & (seen < size) & (key >= 0) & (key < KEYS)
-        tl.store(out + (to + key), exact.to(tl.float16), mask=inside)
-        lag += 1
+    if LAGS > 0:
+        tl.debug_barrier()  # other threads' numbers are replaced
+        lag = tl.arange(0, LAGS)
+        key = seen[:, None] - lag[None, :] + OLDER
+        inside = ((seen >= 0) & (seen < size))[:, None] & (lag < window - 1)[None, :]
+        inside = inside & (key >= 0) & (key < KEYS)
+        tl.store(out + (to[:, None] + key), exact, mask=inside)
 
 
 @triton.jit(do_not_specialize=TABLES_RUNTIME)
@@ -60,7 +59,7 @@ def omega_tables(
     window: tl.int32,
     DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LAGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and head, ROWS of its queries: P of the chunk's own keys (slots, H, CHUNK,
     CHUNK) and of the older ones (slots, H, CHUNK, HALO), A and a, all over the query's scale, and
@@ -82,6 +81,13 @@ def omega_tables(
         of_row = row.to(tl.int64) * tokens + first + seen
         scale, inverse, exponent = _scale(tl.load(bound + of_row, mask=there, other=0.0))
         tl.store(scales + rows, scale)
+        exact = scale
+        if LAGS > 0 and not MOMENTUM:
+            lag = tl.arange(0, LAGS)
+            of_lag = (row.to(tl.int64) * window + lag)[None, :] * tokens + (first + seen)[:, None]
+            inside = there[:, None] & (lag < window - 1)[None, :]
+            exact = tl.load(band + of_lag, mask=inside, other=0.0) * inverse[:, None]
+            exact = exact.to(tl.float16)
         rate = inverse
         if DECAY:
             w, r = load_sums(whole, rest, row, tokens, first, seen, size)
@@ -107,11 +113,11 @@ def omega_tables(
                 tl.store(shares_older + to, (P * inverse[:, None]).to(tl.float16))
         else:
             _store_shares(
-                shares_own, whole, rest, band, row, rows, tokens, first, size, window, seen,
-                inverse, exponent, DECAY, CHUNK, 0,
+                shares_own, whole, rest, band, exact, row, rows, tokens, first, size, window, seen,
+                inverse, exponent, DECAY, CHUNK, 0, LAGS,
             )  # fmt: skip
             if HALO > 0:
                 _store_shares(
-                    shares_older, whole, rest, band, row, rows, tokens, first, size, window, seen,
-                    inverse, exponent, DECAY, HALO, HALO,
+                    shares_older, whole, rest, band, exact, row, rows, tokens, first, size, window,
+                    seen, inverse, exponent, DECAY, HALO, HALO, LAGS,
                 )  # fmt: skip
