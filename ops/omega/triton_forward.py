@@ -32,8 +32,8 @@ from .triton_spaces import (
 GATE_HEADS = 8  # heads of a program of `omega_gates`
 MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
-# Rows and warps of a program of `omega_tables`, without and with momentum.
-TABLES_ROWS, TABLES_WARPS = {False: TILE, True: TILE}, {False: 1, True: 4}
+# Warps of a program of `omega_tables`, without and with momentum.
+TABLES_WARPS = {False: 2, True: 4}
 READ_REGISTERS = (
     120  # of a thread of a warpgroup that reads, in `omega_scan`; walk has what is left
 )
@@ -357,10 +357,9 @@ class Call:
             "WINDOW": known_window(shape),
             "PRECISION": self.gates_precision,
             **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
-            "ROWS": TABLES_ROWS[shape.momentum],
             "LAGS": 1 << (shape.window - 2).bit_length() if shape.window > 1 else 0,
         }
-        programs = self.slots * shape.heads * (TILE // TABLES_ROWS[shape.momentum])
+        programs = self.slots * shape.heads
         kernel = (TABLES, "omega_tables")
         launched = Config.make(TABLES_WARPS[shape.momentum], 1, "fma")
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)

@@ -58,23 +58,21 @@ def omega_tables(
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, WINDOW: tl.constexpr,
     LAGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and head, ROWS of its queries: P of the chunk's own keys (slots, H, CHUNK,
+    """Of one chunk and head, as each query sees it: P of the chunk's own keys (slots, H, CHUNK,
     CHUNK) and of the older ones (slots, H, CHUNK, HALO), A and a, all over the query's scale, and
     the scales (slots, H, CHUNK), powers of two.
 
     P is fp16, which has three more bits than bf16; with a scale for each query it is in range.
     """
-    PARTS: tl.constexpr = CHUNK // ROWS
     head = tl.program_id(0) % heads
-    part = tl.program_id(0) // heads % PARTS
-    slot = tl.program_id(0) // heads // PARTS
+    slot = tl.program_id(0) // heads
     _, batch, _, first, size, _ = place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED)
     if size > 0:
         row = batch * heads + head
-        t = part * ROWS + tl.arange(0, ROWS)
+        t = tl.arange(0, CHUNK)
         rows = (slot.to(tl.int64) * heads + head) * CHUNK + t
         seen = t - 1 if BEFORE else t  # the last token whose write is read
         there = (seen >= 0) & (seen < size)
@@ -96,12 +94,11 @@ def omega_tables(
         if MOMENTUM:
             a = tl.load(carry + of_row, mask=there, other=0.0)
             tl.store(carries + rows, a * inverse)
-            j = tl.arange(0, CHUNK)
             P = shares(
                 whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
-                j, DECAY, True, False, WINDOW, PRECISION, CHUNK,
+                t, DECAY, True, False, WINDOW, PRECISION, CHUNK,
             )  # fmt: skip
-            to = rows[:, None] * CHUNK + j[None, :]
+            to = rows[:, None] * CHUNK + t[None, :]
             tl.store(shares_own + to, (P * inverse[:, None]).to(tl.float16))
             if HALO > 0:
                 i = tl.arange(0, HALO)
