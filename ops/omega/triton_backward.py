@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import last_contiguous
 from .eager import features_backward
 from .op import OmegaShape, OmegaTensors
 from .triton_forward import Begins, Call, known_window, strides
-from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, bucket, padded
+from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, padded
 
 EDGES_CONFIG = Config.make(4, 1, "fma")
 
@@ -32,8 +32,7 @@ class Backward(Call):
         d_state: torch.Tensor,
         d_momentum: torch.Tensor | None,
     ) -> None:
-        super().__init__(shape, given)
-        self.config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
+        super().__init__(shape, given, SPACE_BWD)
         self.d_y = last_contiguous(d_y)
         self.d_state = d_state.contiguous()
         self.d_momentum = None if d_momentum is None else d_momentum.contiguous()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
@@ -42,12 +42,12 @@ Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what
 
 
 class Call:
-    """One call's tensors as the kernels take them, and its launches."""
+    """One call's tensors as the kernels take them, and its launches by a config of `space`."""
 
-    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
+    def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space = SPACE_FWD) -> None:
         self.shape = shape
         self.device = shape.device
-        self.config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
+        self.config = choose(space, bucket(shape), Device.of(shape.device))
         self.q, self.k = (
             last_contiguous(_features(shape, x, given.coefficients)) for x in (given.q, given.k)
         )

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -313,6 +314,18 @@ def test_defaults_are_of_the_space_on_every_device(target: str) -> None:
                 assert configs or large, (space.pass_, width, momentum)
                 if configs:
                     assert choose(space, key, device) in configs
+
+
+def test_a_backward_that_fits_where_forward_does_not() -> None:
+    """`auto` then runs forward in eager torch and backward in Triton, on an A100 for instance."""
+    case = one(width=128, values=32, chunk_size=64, window=34, tokens=66, momentum=False)
+    shape = shape_of(case.arguments(0, FP32, CPU))
+    with assume_device(target_device("sm_80")):
+        assert "no config fits" in str(backend.supports(shape, "sm_80"))
+        assert backend.supports(replace(shape, backward=True), "sm_80") is None
+        oracle.check_op(
+            partial(WITH_STATE, backend="auto"), LITERAL, case.arguments, FP32, CPU, seeds=(0,)
+        )
 
 
 def test_bucket_tells_rules_apart_but_not_lengths() -> None:
