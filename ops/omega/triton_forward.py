@@ -203,7 +203,6 @@ class Call:
             "state": state,
             "velocity": velocity,
             **self.sizes,
-            "slots": self.slots,
             **strides("k", self.k),
             **strides("v", self.v),
         }

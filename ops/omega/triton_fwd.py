@@ -22,7 +22,7 @@ from .triton_chunks import (
 
 GATES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
 CHAIN_RUNTIME = (
-    *GATES_RUNTIME, "slots",
+    *GATES_RUNTIME,
     "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
 )  # fmt: skip
 READS_RUNTIME = (
@@ -219,7 +219,7 @@ def omega_chain(
     k, v, tail_k, tail_v, tail_length, cu, writes, pushes, ends, initial_state, initial_momentum,
     states, momenta, states_low, momenta_low, state, velocity,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
-    window: tl.int32, slots: tl.int32,
+    window: tl.int32,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     DOT: tl.constexpr, MOMENTUM: tl.constexpr, INITIAL: tl.constexpr,
