@@ -66,7 +66,7 @@ class Call:
         chunk = shape.chunk_size
         self.chunks = -(-shape.tokens // chunk)
         self.slots = shape.batch * self.chunks
-        if shape.packed:
+        if shape.packed and shape.batch > 0:
             self.slots = shape.tokens // chunk + shape.batch
         self.halo = halo_of(shape)
         rows = 1 if shape.packed else shape.batch

@@ -368,6 +368,17 @@ def test_nothing_to_write(case: Case) -> None:
         torch.testing.assert_close(got[name], x, rtol=0, atol=0, msg=name)
 
 
+def test_no_sequences_at_all() -> None:
+    """Of packed ones; what lies behind the one offset is not read as another."""
+    given = BASE.but(tokens=20, packed=(20,)).arguments(0, FP32, CPU)
+    given["cu_seqlens"] = torch.tensor([0, 20], dtype=torch.int32)[:1]
+    with alloc.poison():
+        got = contracts.forward_backward(WITH_STATE, given)
+    assert {"out0", "d q", "d step"} <= got.keys()
+    for name, x in got.items():
+        assert not x.any(), name
+
+
 def test_pieces_are_the_whole() -> None:
     """Cut at a chunk's end, a call hands state, momentum and tail to the next one."""
     case = one(tokens=21, window=5)
