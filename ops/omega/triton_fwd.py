@@ -12,21 +12,25 @@ import triton
 import triton.language as tl
 
 from .triton_chunks import (
+    SIZES,
     ZERO,
+    load_carry,
     load_older,
+    load_rate,
     load_rows,
-    load_sums,
     place_chunk,
+    place_walk,
     shares,
+    state_cells,
 )
 
-GATES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
+GATES_RUNTIME = SIZES
 CHAIN_RUNTIME = (
-    *GATES_RUNTIME,
+    *SIZES,
     "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
 )  # fmt: skip
 READS_RUNTIME = (
-    *GATES_RUNTIME, "stride_qb", "stride_qt", "stride_qh",
+    *SIZES, "stride_qb", "stride_qt", "stride_qh",
     "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
 )  # fmt: skip
 
@@ -154,9 +158,8 @@ def omega_gates(
         tl.store(bound + out, largest, mask=here)
     place = (slot * heads + h).to(tl.int64)[None, :] * (HALO + CHUNK) + HALO
     _store_last(
-        left, push, by_push, band, m_band, writes, pushes, row, place, known, t, first, size,
-        tokens,
-        window, MOMENTUM,
+        left, push, by_push, band, m_band, writes, pushes, row, place, known,
+        t, first, size, tokens, window, MOMENTUM,
     )  # fmt: skip
     if HALO > 0:
         _store_last(
@@ -188,14 +191,6 @@ def _store_last(
     tl.store(writes + to, written, mask=ok)
     if MOMENTUM:
         tl.store(pushes + to, pushed, mask=ok)
-
-
-@triton.jit
-def state_cells(D: tl.constexpr, V: tl.constexpr, v0, WIDTH: tl.constexpr, VALUES: tl.constexpr):
-    """Places of a tile [D, V] in a state (D × Dv), and which of them exist."""
-    d = tl.arange(0, D)
-    e = v0 + tl.arange(0, V)
-    return d[:, None] * VALUES + e[None, :], (d < WIDTH)[:, None] & (e < VALUES)[None, :]
 
 
 @triton.jit
@@ -235,20 +230,9 @@ def omega_chain(
     (N, H, D, Dv), fp32: after the last token. Small loads are made a chunk ahead: each would else
     be waited for between one product and the next.
     """
-    blocks = tl.cdiv(VALUES, V)
-    v0 = tl.program_id(0) % blocks * V
-    head = tl.program_id(0) // blocks % heads
-    sequence = tl.program_id(0) // blocks // heads
-    batch = sequence
-    begin = tokens * 0
-    slot0 = sequence * chunks
-    end = tokens
-    if PACKED:
-        batch = begin
-        begin = tl.load(cu + sequence)
-        end = tl.load(cu + sequence + 1)
-        slot0 = begin // chunk + sequence
-    count = tl.cdiv(end - begin, chunk)
+    v0, head, sequence, batch, begin, end, slot0, count = place_walk(
+        cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
+    )
     cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
     own = (sequence.to(tl.int64) * heads + head) * (WIDTH * VALUES)
     M = tl.zeros([D, V], tl.float32)
@@ -403,12 +387,10 @@ def omega_reads(
         M = tl.load(states + at + cells, mask=inside, other=0.0)
         read = tl.dot(qt, M, input_precision=PRECISION)  # [CHUNK, V]
         if DECAY:
-            w, r = load_sums(whole, rest, row, tokens, first, seen, size)
-            read *= tl.exp2(w.to(tl.float32) + r)[:, None]
+            read *= load_rate(whole, rest, row, tokens, first, seen, size, DECAY)[:, None]
         if MOMENTUM:
             S = tl.load(momenta + at + cells, mask=inside, other=0.0)
-            before = (seen >= 0) & there
-            a = tl.load(carry + row.to(tl.int64) * tokens + first + seen, mask=before, other=0.0)
+            a = load_carry(carry, row, tokens, first, seen, size)
             read += a[:, None] * tl.dot(qt, S, input_precision=PRECISION)
         kt = load_rows(
             k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D, ALIGNED

@@ -184,19 +184,19 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     return None
 
 
-def _default(key: Key, device: Device) -> Config:
+def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
     """The kernel for Hopper; or the widest columns of a walk that still leave no multiprocessor
-    without one.
+    without one, then those of the other kernels.
     """
     bucket = Bucket(*key)
-    fitting = SPACE_FWD.fitting(key, device)
+    fitting = space.fitting(key, device)
     if not fitting:
-        raise ValueError(f"{OP}/fwd: no config fits {bucket} on {device.arch}")
+        raise ValueError(f"{space.op}/{space.pass_}: no config fits {bucket} on {device.arch}")
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["CHAIN_V"])
         full = programs >= 0.75 * device.multiprocessors
-        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["READ_V"]
+        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
     if fitting[0].get("HOPPER"):
         return fitting[0]
@@ -212,7 +212,7 @@ def _hopper(stages: int, slots: int) -> Config:
     return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
 
 
-SPACE_FWD = Space(
+SPACE_FWD: Space = Space(
     op=OP,
     pass_="fwd",
     backend="triton",
@@ -231,7 +231,7 @@ SPACE_FWD = Space(
     ),
     fits=_fits,
     bucket=bucket,
-    default=_default,
+    default=lambda key, device: _default(SPACE_FWD, key, device, "READ_V"),
     sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, HOPPER),
 )
 
@@ -259,22 +259,6 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     return None
 
 
-def _default_bwd(key: Key, device: Device) -> Config:
-    bucket = Bucket(*key)
-    fitting = SPACE_BWD.fitting(key, device)
-    if not fitting:
-        raise ValueError(f"{OP}/bwd: no config fits {bucket} on {device.arch}")
-
-    def worth(config: Config) -> tuple[bool, int, int]:
-        programs = bucket.heads * -(-bucket.values // config["CHAIN_V"])
-        full = programs >= 0.75 * device.multiprocessors
-        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["PULL_V"]
-
-    if fitting[0].get("HOPPER"):
-        return fitting[0]
-    return max(fitting, key=worth)
-
-
 def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps: int = 4) -> Config:
     return Config.make(
         4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=columns, PULL_WARPS=pull_warps,
@@ -287,7 +271,7 @@ def _hopper_bwd(stages: int, slots: int, chunks: int) -> Config:
     return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots, CHUNKS=chunks, RING=2)
 
 
-SPACE_BWD = Space(
+SPACE_BWD: Space = Space(
     op=OP,
     pass_="bwd",
     backend="triton",
@@ -304,7 +288,7 @@ SPACE_BWD = Space(
     ),
     fits=_fits_bwd,
     bucket=bucket,
-    default=_default_bwd,
+    default=lambda key, device: _default(SPACE_BWD, key, device, "PULL_V"),
     sources=(
         KERNELS,
         KERNELS_BWD,
