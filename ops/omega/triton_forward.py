@@ -34,9 +34,7 @@ MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
 # Warps of a program of `omega_tables`, without and with momentum.
 TABLES_WARPS = {False: 2, True: 4}
-READ_REGISTERS = (
-    120  # of a thread of a warpgroup that reads, in `omega_scan`; walk has what is left
-)
+READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 

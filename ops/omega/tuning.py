@@ -272,7 +272,10 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    if source.name in ("omega_gates", "omega_edges"):
+    scalar = ("omega_gates", "omega_edges", "omega_gates_back")
+    if source.name in scalar or (
+        source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
+    ):
         return "fma"
     older = source.constexprs.get("OLDER", False)
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
