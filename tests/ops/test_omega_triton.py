@@ -294,9 +294,10 @@ def test_every_set_of_tiles(space: Space, config: Config, case: Case) -> None:
 
 
 def test_no_config_is_left_out() -> None:
+    """But those of kernels for Hopper, which the interpreter does not run."""
     for space in (backend.SPACE_FWD, backend.SPACE_BWD):
         served = {config for case in TILED for config in fitting(space, case)}
-        assert served == set(space.configs)
+        assert served == {config for config in space.configs if not config.get("HOPPER")}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_120"])
