@@ -141,6 +141,10 @@ WIDTHS = (64, 16, 32, 128)
 # and tables of two tokens beside each other. By the padded width, or what weighs more than that;
 # all others must not spill.
 MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
+    ("scan", "momentum"): (40, 0),
+    ("states", 128): (8, 0),
+    ("scan_back", 128): (32, 0),
+    ("chunk_gradients", 128): (120, 0),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
     ("chain", "momentum"): (0, 64),
@@ -264,6 +268,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
         CompileCase(
             OP, space.pass_, config, source,
             matrix=_matrix(source), max_stack=_max_stack(source, shape, wgmma),
+            serial=source.name == "omega_gradients",  # seen where it spills
         )
         for source in sources
         if isinstance(source, KernelSource)
