@@ -16,6 +16,7 @@ from .triton_spaces import GATES_BACK, HOPPER_BWD, HOPPER_GRADIENTS, OP, TILE, t
 
 MIX_REGISTERS = 120  # of a thread of a warpgroup that mixes, in `omega_scan_back`
 KEYS_REGISTERS = 240  # of one that serves keys, in `omega_chunk_gradients`
+GATES_BACK_HEADS = 4  # of a program of `omega_gates_back`
 GATES_BACK_CONFIG = Config.make(1, 1, "fma")
 
 Tensors = dict[str, torch.Tensor | None]
@@ -183,6 +184,8 @@ class HopperBackward(Backward):
             "PACKED": shape.packed,
             "CHUNK": TILE,
             "HALO": self.halo,
+            "HEADS": GATES_BACK_HEADS,
         }
-        kernel, chunks = (GATES_BACK, "omega_gates_back"), self.slots * shape.heads
-        runtime.launch(OP, kernel, chunks, self.device, GATES_BACK_CONFIG, arguments, constants)
+        kernel = (GATES_BACK, "omega_gates_back")
+        programs = self.slots * -(-shape.heads // GATES_BACK_HEADS)
+        runtime.launch(OP, kernel, programs, self.device, GATES_BACK_CONFIG, arguments, constants)
