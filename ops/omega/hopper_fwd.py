@@ -203,8 +203,8 @@ def walk(
     VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     LOW: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Role of a warpgroup: the memory, chunk after chunk. LOW: leave what rounding takes, too.
-    LAST: write M and S after the last token.
+    """Role of a warpgroup: the memory, chunk after chunk. LOW: what rounding takes from M
+    is left, too, and has its part in R. LAST: write M and S after the last token.
     """
     k_t, v_t, k_older_t, v_older_t = tiles
     M_t, S_t, R_t, R_older_t, lost_t = left
@@ -238,9 +238,21 @@ def walk(
             keys = k_t.index(s).reshape([CHUNK, D])
             R = minus(v_t.index(s).reshape([CHUNK, COLUMNS]), CHUNK)
             low = M.to(dtype)
+            if LOW:
+                lost = (M - low.to(gl.float32)).to(dtype)
             if HALO:
                 keys_older = k_older_t.index(s).reshape([HALO, D])
                 R_older = minus(v_older_t.index(s).reshape([HALO, COLUMNS]), HALO)
+            if LOW and not DOT:
+                # Errors of what M has learned are small: rounding M would be much of them.
+                R = warpgroup_mma(
+                    left_operand(lost, CHUNK, dtype), keys.permute((1, 0)), R, is_async=True
+                )
+                if HALO:
+                    R_older = warpgroup_mma(
+                        left_operand(lost, HALO, dtype), keys_older.permute((1, 0)), R_older,
+                        is_async=True,
+                    )  # fmt: skip
             if not DOT:
                 R = warpgroup_mma(
                     left_operand(low, CHUNK, dtype), keys.permute((1, 0)), R, is_async=True
@@ -255,7 +267,7 @@ def walk(
             mbarrier.wait(taken.index(slot), ((c // SLOTS) & 1) ^ 1)
             M_t.index(slot).store(low)
             if LOW:
-                lost_t.index(slot).store((M - low.to(gl.float32)).to(dtype))
+                lost_t.index(slot).store(lost)
             M = rate * M
             if MOMENTUM:
                 S_t.index(slot).store(S.to(dtype))

@@ -318,8 +318,14 @@ def omega_gradients(
             M = tl.load(states + cells, mask=inside, other=0.0)
             dM = tl.load(d_states + cells, mask=inside, other=0.0)
             error = -vt.to(tl.float32)
+            lost = M
+            if LOW:
+                lost = tl.load(states_low + cells, mask=inside, other=0.0)
             if not DOT:
                 error += tl.dot(kt, M, input_precision=PRECISION)
+                if LOW:
+                    # Errors of what M has learned are small: rounding M would be much of them.
+                    error += tl.dot(kt, lost, input_precision=PRECISION)
             d_mixed -= tl.dot(error.to(kt.dtype), tl.trans(dy), input_precision=PRECISION)
             along = tl.dot(kt, dM, input_precision=PRECISION)
             in_state += tl.sum(error * along, 1)
@@ -332,7 +338,6 @@ def omega_gradients(
                 from_state += tl.dot(M, tl.trans(dy), input_precision=PRECISION)
                 wide = M.to(tl.float32)
                 if LOW:
-                    lost = tl.load(states_low + cells, mask=inside, other=0.0)
                     from_state += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
                     wide += lost.to(tl.float32)
                 state_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
@@ -349,9 +354,11 @@ def omega_gradients(
                     from_momentum += tl.dot(S, tl.trans(dy), input_precision=PRECISION)
                     wide = S.to(tl.float32)
                     if LOW:
-                        lost = tl.load(momenta_low + cells, mask=inside, other=0.0)
-                        from_momentum += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
-                        wide += lost.to(tl.float32)
+                        lost_momentum = tl.load(momenta_low + cells, mask=inside, other=0.0)
+                        from_momentum += tl.dot(
+                            lost_momentum, tl.trans(dy), input_precision=PRECISION
+                        )
+                        wide += lost_momentum.to(tl.float32)
                     momentum_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
                     momentum_momentum += tl.sum(tl.sum(wide * dS.to(tl.float32), 1), 0)
             if not DOT:

@@ -164,7 +164,7 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("chain_back", 128): (64, 640),
     ("chain_back", "fp32"): (0, 64),
     ("gradients", 16): (1024, 768),
-    ("gradients", 32): (1728, 1728),
+    ("gradients", 32): (1760, 1760),
     ("gradients", 64): (832, 1984),
     ("gradients", 128): (2368, 9280),
     ("gradients", "momentum"): (2496, 19904),
