@@ -81,7 +81,10 @@ def tile_width(width: int) -> int:
 
 
 def _tiled(shape: OmegaShape) -> bool:
-    rows = shape.batch * shape.heads * (shape.tokens + TILE)  # of tables, indexed by 32 bits
+    own = TILE * shape.batch  # what the last chunks of sequences may add
+    tokens = shape.tokens if shape.packed else shape.batch * shape.tokens
+    # Of the largest matrix of tiles, whose rows have 32 bits.
+    rows = (tokens + own) * shape.heads * max(1, -(-shape.values // TILE))
     return (
         shape.aligned
         and shape.chunk_size == TILE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_gradients_of_gates(case: Case) -> None:
 
 def test_who_is_served() -> None:
     """The kernels for Hopper are the default there, where their tiles are; elsewhere a reason."""
-    from fastweights.ops.omega.triton_spaces import SPACE_BWD, SPACE_FWD
+    from fastweights.ops.omega.triton_spaces import SPACE_BWD, SPACE_FWD, Bucket
 
     def config(case: Case, space: Any, device: Device, **changes: Any) -> Any:
         given = case.arguments(0, torch.bfloat16, CPU) | changes
@@ -178,6 +179,13 @@ def test_who_is_served() -> None:
             case.but(width=128, momentum=True),
         ):  # fmt: skip
             assert not config(unserved, space, hopper).get("HOPPER"), unserved.name
+    long = shape_of(case.arguments(0, torch.bfloat16, CPU))
+    for batch, tokens, packed, tiled in (
+        (1, 1 << 28, False, True), (1, 1 << 29, False, False), (1 << 14, 1 << 20, True, True),
+        (1 << 14, 1 << 20, False, False),
+    ):  # fmt: skip
+        changed = replace(long, batch=batch, tokens=tokens, packed=packed)
+        assert Bucket(*SPACE_FWD.bucket(changed)).tiled == tiled, (batch, tokens)
     served = {
         space.pass_: bool(config(case.but(momentum=True), space, hopper).get("HOPPER"))
         for space in (SPACE_FWD, SPACE_BWD)
