@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
+from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
 KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
-LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
 # With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
@@ -42,11 +42,6 @@ class Bucket(NamedTuple):
     halo: int
     momentum: bool
     heads: int
-
-
-def padded(length: int) -> int:
-    """The power of two that a tile has for a side of this length."""
-    return max(LEAST, 1 << max(length - 1, 0).bit_length())
 
 
 def halo_of(shape: OmegaShape) -> int:
