@@ -80,8 +80,8 @@ def polynomial_features(
         x: (..., d), bf16, fp16, fp32 or float64, any strides; (..., H, d) if coefficients are by
             head.
         coefficients: a_0 … a_degree, (degree+1,) or (H, degree+1), fp32 (float64 for float64);
-            None: (0, 1, 1/2!, …)/Σ. A zero drops its degree: its features are 0, and so is its
-            gradient. One below zero gives NaN where a root is taken of it.
+            None: (0, 1, 1/2!, …)/Σ. A zero drops its degree: its features are 0, and its gradient
+            is 0 where a root is taken of it. One below zero gives NaN there.
         degree: the highest one, at least 1.
         kind: which features, and D of them:
             "symmetric": as above, degree after degree, the last index fastest; of degree r
@@ -102,7 +102,7 @@ def polynomial_features(
 
     Differentiable in x and the coefficients, the arguments are all that is saved. There is no
     second derivative; `reference.polynomial_features` has. Features are formed in fp32 (float64)
-    and rounded once.
+    and rounded once. A NaN or an infinity in a row of x may make all features of that row NaN.
 
     Raises:
         TypeError: wrong dtype, not a plain tensor, degree, tile or kept not of ints.
