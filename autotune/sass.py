@@ -16,11 +16,13 @@ def serial_wgmma(code: str) -> bool:
     """Whether ptxas gave up on asynchronous wgmma in a stretch of machine code between labels.
 
     It then puts a WARPGROUP.ARRIVE before and a WARPGROUP.DEPBAR behind each HGMMA; a healthy loop
-    has one pair for a whole product, 4 HGMMA or more. Shorter products tell nothing.
+    has one pair for a whole product, 4 HGMMA or more. Shorter products tell nothing, nor does a
+    DEPBAR that leaves some running (`gsb0, 0x3`).
     """
     for stretch in re.split(r"^\.\w+:", code, flags=re.MULTILINE):
         products = len(re.findall(r"\bHGMMA\.", stretch))
-        if products >= 4 and len(re.findall(r"\bWARPGROUP\.", stretch)) >= 1.2 * products:
+        waits = len(re.findall(r"\bWARPGROUP\.DEPBAR\.LE(?! gsb0, 0x[1-9a-f])", stretch))
+        if products >= 4 and waits >= 0.6 * products:
             return True
     return False
 

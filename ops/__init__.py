@@ -27,6 +27,7 @@ from .omega import (
 from .omega.cache import OmegaCache, omega_cache, omega_extend
 from .omega_step import omega_step_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
+from .polynomial import polynomial_features, polynomial_read, polynomial_update
 
 __all__ = [
     "Explanation",
@@ -47,6 +48,9 @@ __all__ = [
     "omega_step_",
     "omega_step_size",
     "polar_attention",
+    "polynomial_features",
+    "polynomial_read",
+    "polynomial_update",
     "softmax_attention",
     "use_backend",
 ]

@@ -15,6 +15,8 @@ is meant for notes, never for a table of TFLOP/s.
 | its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·D + 2·Dv)                              |
 | momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
 | a single Omega step   | a chunk's, divided by b                                             |
+| polynomial features   | D a row; backward 4·D                                               |
+| φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
 computed again, as that of attention does, because only the inputs are saved.
@@ -128,6 +130,21 @@ def omega_backward(
         )
         for count, b, n in _omega_chunks(tokens, chunk_size, window)
     )
+
+
+def polynomial_features_forward(rows: int, wide: int) -> int:
+    """Useful FLOPs of φ of that many rows: each of D features is a product with the one below."""
+    return rows * wide
+
+
+def polynomial_features_backward(rows: int, wide: int) -> int:
+    """Useful FLOPs of its backward: a feature of degree 2 has two products, each added up."""
+    return 4 * rows * wide
+
+
+def polynomial_product(rows: int, wide: int, values: int) -> int:
+    """Useful FLOPs of φ(x) S or φ(x)ᵀ G, or of one of the two gradients of either."""
+    return 2 * rows * wide * values
 
 
 def matmul(m: int, n: int, k: int, *batch: int) -> int:

@@ -21,6 +21,7 @@ from ..autotune.space import Config, Device
 from .checks import aligned
 
 TMA_CAPABILITY = 90
+LEAST = 16  # side of the smallest tile that products take
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -44,6 +45,18 @@ def has_gluon() -> bool:
         return False
     major, minor = importlib.import_module("triton").__version__.split(".")[:2]
     return (int(major), int(minor)) >= (3, 6)
+
+
+def padded(length: int) -> int:
+    """The power of two that a tile has for a side of this length."""
+    return max(LEAST, 1 << max(length - 1, 0).bit_length())
+
+
+def precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How fp32 is multiplied on tensor cores: six products of bf16 parts keep fp32."""
+    if dtype != torch.float32 or device.type == "cpu":
+        return "ieee"  # the interpreter is exact
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def bulk_copies(device: torch.device, *tensors: torch.Tensor) -> bool:

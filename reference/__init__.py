@@ -3,6 +3,7 @@
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
+from .polynomial import polynomial_features, polynomial_read, polynomial_update
 
 __all__ = [
     "OmegaGradient",
@@ -13,5 +14,8 @@ __all__ = [
     "omega_gradient",
     "omega_memory",
     "polar_attention",
+    "polynomial_features",
+    "polynomial_read",
+    "polynomial_update",
     "softmax_attention",
 ]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ELEMENTWISE = (0.0, 1 / 1.5, 0.5 / 1.5)  # (0, 1, 1/2!), brought to sum 1
+from .polynomial import polynomial_features
 
 
 class OmegaState(NamedTuple):
@@ -71,12 +71,8 @@ def features(x: Tensor, feature_map: str, coefficients: Tensor | None) -> Tensor
         return x
     if feature_map != "elementwise":
         raise ValueError(f"feature_map must be identity or elementwise, got {feature_map!r}")
-    wide = x if x.dtype == torch.float64 else x.float()
-    a = wide.new_tensor(ELEMENTWISE) if coefficients is None else coefficients.to(wide.dtype)
-    total = torch.zeros_like(wide)
-    for r, a_r in enumerate(a.unbind(-1)):
-        total = total + a_r[..., None] * wide**r
-    return total.to(x.dtype)
+    degree = 2 if coefficients is None else coefficients.shape[-1] - 1
+    return polynomial_features(x, coefficients, degree=degree, kind="elementwise")
 
 
 def omega_memory(

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 
 from ...autotune.space import Config, Device, Key, Space
+from .. import triton_runtime as runtime
+from ..triton_runtime import padded
 from .op import PACKAGE, NewtonSchulzShape
 
 OP = "newton_schulz"
 KERNELS = f"{PACKAGE}.triton_kernels"
 FACTOR_KERNELS = f"{PACKAGE}.triton_factor"
-LEAST = 16  # side of the smallest tile that products take
 MOST_ROWS = 128
 
 
@@ -39,11 +40,6 @@ class Bucket(NamedTuple):
     size: int
     rows: int
     cols: int
-
-
-def padded(length: int) -> int:
-    """The power of two that a tile has for a side of this length."""
-    return max(LEAST, 1 << (length - 1).bit_length()) if length else LEAST
 
 
 def bucket(shape: NewtonSchulzShape) -> Key:
@@ -205,10 +201,8 @@ SPACE_FACTOR_BWD = _factor_space("bwd", 4, (16, 1), (32, 2), (32, 4), (64, 4))
 
 
 def precision(shape: NewtonSchulzShape) -> str:
-    """How fp32 iterates are multiplied on tensor cores: six products of bf16 parts keep fp32."""
-    if shape.compute_dtype != torch.float32 or shape.device.type == "cpu":
-        return "ieee"  # the interpreter is exact
-    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How iterates are multiplied."""
+    return runtime.precision(shape.compute_dtype, shape.device)
 
 
 def factor_precision(shape: NewtonSchulzShape) -> str:

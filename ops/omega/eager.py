@@ -20,13 +20,14 @@ Packed sequences are taken one by one: `cu_seqlens` is read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .op import DIFFERENTIABLE, ELEMENTWISE, OmegaShape, OmegaTensors
+from ..polynomial import eager as polynomial
+from ..polynomial.maps import elementwise
+from .op import DIFFERENTIABLE, OmegaShape, OmegaTensors
 
 SPACE_FWD = SPACE_BWD = None
 
@@ -425,44 +426,21 @@ class Run:
 # ---- feature maps -------------------------------------------------------------------------------
 
 
-def _powers(shape: OmegaShape, coefficients: Tensor | None) -> Sequence[Tensor | float]:
-    """a_0, a_1, …, to be multiplied with x (B, H, T, d). The default ones stay on the host, from
-    which a captured graph could not copy them.
-    """
-    if coefficients is None:
-        return ELEMENTWISE
-    parts = coefficients.to(shape.acc).unbind(-1)
-    return [part if part.ndim == 0 else part[:, None, None] for part in parts]
-
-
 def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tensor:
-    """φ(x) in x's dtype."""
+    """φ(x) of x (B, H, T, d), in x's dtype."""
     if shape.feature_map == "identity":
         return x
-    wide = x.to(shape.acc)
-    total = torch.zeros_like(wide)
-    for a in reversed(_powers(shape, coefficients)):
-        total = total * wide + a
-    return total.to(x.dtype)
+    map_ = elementwise(coefficients)
+    return polynomial.features(x.transpose(1, 2), coefficients, map_).transpose(1, 2)
 
 
 def features_backward(
     shape: OmegaShape, x: Tensor, d: Tensor, coefficients: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
-    """The gradients of x and of the coefficients."""
+    """The gradients of x and of the coefficients; 0 where none are given."""
     if shape.feature_map == "identity":
         return d, 0.0
-    wide = x.to(shape.acc)
-    powers = _powers(shape, coefficients)
-    d_x = torch.zeros_like(wide)
-    of_each = []
-    power = torch.ones_like(wide)
-    for r, _ in enumerate(powers):
-        of_each.append((d * power).sum((0, 2, 3)))  # (H,)
-        if r + 1 < len(powers):
-            d_x = d_x + (r + 1) * powers[r + 1] * power
-            power = power * wide
-    of_coefficients = torch.stack(of_each, -1)
-    if coefficients is not None and coefficients.ndim == 1:
-        of_coefficients = of_coefficients.sum(0)
-    return d_x * d, of_coefficients
+    d_x, d_coefficients = polynomial.features_backward(
+        d.transpose(1, 2), x.transpose(1, 2), coefficients, elementwise(coefficients)
+    )
+    return d_x.transpose(1, 2), 0.0 if d_coefficients is None else d_coefficients

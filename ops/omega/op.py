@@ -19,7 +19,6 @@ from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
 
 PACKAGE = __package__
-ELEMENTWISE = (0.0, 1 / 1.5, 0.5 / 1.5)  # (0, 1, 1/2!), brought to sum 1
 LOSSES = ("squared", "dot")
 MAPS = ("identity", "elementwise")
 

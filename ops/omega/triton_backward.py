@@ -13,10 +13,11 @@ from ...autotune.space import Config
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import last_contiguous
+from ..triton_runtime import padded
 from .eager import features_backward
 from .op import OmegaShape, OmegaTensors
 from .triton_forward import Begins, Call, known_window, strides
-from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, padded
+from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD
 
 EDGES_CONFIG = Config.make(4, 1, "fma")
 

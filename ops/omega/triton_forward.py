@@ -14,6 +14,7 @@ from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
+from ..triton_runtime import padded
 from .eager import features
 from .op import OmegaShape, OmegaTensors
 from .triton_spaces import (
@@ -25,7 +26,6 @@ from .triton_spaces import (
     TILE,
     bucket,
     halo_of,
-    padded,
     tile_width,
 )
 
@@ -108,9 +108,7 @@ class Call:
         return x.device.type == "meta" or aligned(x)
 
     def _precision(self) -> str:
-        if self.shape.dtype != torch.float32 or self.device.type == "cpu":
-            return "ieee"
-        return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        return runtime.precision(self.shape.dtype, self.device)
 
     def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A new tensor, fp32 by default."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
 from .. import triton_runtime as runtime
+from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
@@ -19,7 +20,6 @@ TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
 HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
 HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
-LEAST = 16  # side of the smallest tile that products take
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
 # With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
@@ -49,11 +49,6 @@ class Bucket(NamedTuple):
     momentum: bool
     heads: int
     tiled: bool = False
-
-
-def padded(length: int) -> int:
-    """The power of two that a tile has for a side of this length."""
-    return max(LEAST, 1 << max(length - 1, 0).bit_length())
 
 
 def halo_of(shape: OmegaShape) -> int:

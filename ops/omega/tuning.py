@@ -16,9 +16,10 @@ from ... import reference
 from ...autotune.compile import CompileCase, KernelSource, expected_matrix, target_device
 from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
+from ..triton_runtime import LEAST, padded
 from . import omega_memory, triton
 from .op import OmegaShape, OmegaTensors
-from .triton_spaces import LEAST, NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD, padded
+from .triton_spaces import NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
 from fastweights.ops.polar_attention import tuning as polar
 from fastweights.ops.polar_attention.triton_spaces import block_d
+from fastweights.ops.polynomial import tuning as polynomial
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -33,7 +34,7 @@ import pickle, sys
 from fastweights.autotune.cases import tuning_of
 cases = {
     (op, target, quick): tuning_of(op).compile_cases(target, quick)
-    for op in ("newton_schulz", "omega", "polar_attention")
+    for op in ("newton_schulz", "omega", "polar_attention", "polynomial")
     for target in sys.argv[2:]
     for quick in (False, True)
 }
@@ -54,7 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, bool
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", ["newton_schulz", "omega", "polar_attention"])
+@pytest.mark.parametrize("op", ["newton_schulz", "omega", "polar_attention", "polynomial"])
 def test_the_quick_cases_are_some_of_all(cases: Any, op: str, target: str) -> None:
     quick, every = (
         {(case.config.name, repr(case.source)) for case in cases[op, target, short]}
@@ -138,6 +139,29 @@ def test_every_newton_schulz_config_is_compiled(cases: Any) -> None:
                 wanted.add((space.op, space.pass_, config.name))
     assert wanted <= found
     assert {pass_ for _, pass_, _ in found} == {"fwd", "bwd", "symmetric", "few", "norm"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_polynomial_config_is_compiled(cases: Any, target: str) -> None:
+    """At every size that it serves, by the kernel that is its own."""
+    device = target_device(target)
+    found = {
+        (case.op, case.pass_, case.config.name, case.source.constexprs["P"],
+         case.source.half_precision)
+        for case in cases["polynomial", target, False]
+        if case.source.name in ("expand", "contract", "read", "pull", "update")
+    }  # fmt: skip
+    wanted = set()
+    for space, (width, values), dtype in itertools.product(
+        polynomial.SPACES, polynomial.SIZES, (torch.bfloat16, torch.float32)
+    ):
+        shape = replace(polynomial._compile_shape(space, width, values), dtype=dtype)
+        for config in space.fitting(space.bucket(shape), device):
+            wanted.add((space.op, space.pass_, config.name, width, dtype == torch.bfloat16))
+    assert found == wanted
+    names = {(op, pass_, config) for op, pass_, config, _, _ in found}
+    configs = sum(len(space.configs) for space in polynomial.SPACES)
+    assert len(names) == configs or target == "sm_80"
 
 
 def space_key(space: Any, config: Any) -> Any:

@@ -20,10 +20,16 @@ from fastweights.ops import dispatch
 from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
 from fastweights.ops.polar_attention import tuning as polar
+from fastweights.ops.polynomial import tuning as polynomial
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-TUNINGS = {"newton_schulz": newton_schulz, "omega": omega, "polar_attention": polar}
+TUNINGS = {
+    "newton_schulz": newton_schulz,
+    "omega": omega,
+    "polar_attention": polar,
+    "polynomial": polynomial,
+}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -112,12 +118,21 @@ def memory(tokens: int, **changes: Any) -> Any:
     return omega.Problem("tiny", 1, tokens, 1, 16, 3, 8, dtypes=("fp32",), judged=True, **changes)
 
 
+def products(function: str, tokens: int, width: int = 16) -> Any:
+    values = 0 if function == polynomial.FEATURES else 16
+    return polynomial.Problem("tiny", function, 1, tokens, 1, width, values, ("fp32",))
+
+
 TINY = {
     "newton_schulz": Tiny(stack(3, 16, 16), stack(2, 13, 15), stack(1, 15, 9)),
     "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
     "polar": Tiny(attention(20), attention(17), attention(7)),
     "omega": Tiny(memory(9), memory(11, momentum=True), memory(5, momentum=True)),
     "softmax": Tiny(attention(20, polar=False), attention(17, polar=False)),
+    **{
+        name: Tiny(*(products(name, *size) for size in ((20,), (17,), (9, 11))))
+        for name in polynomial.FUNCTIONS
+    },
 }
 
 
@@ -169,5 +184,8 @@ def test_sizes_make_problems() -> None:
     made = omega.problem(T=64, D=32, H=2, chunk_size=16, momentum=1)
     assert made.name == "B1-T64-H2-D32-window4-chunk16-momentum"
     assert made.inputs(torch.float32, CPU, 0)["momentum"].shape == (1, 64, 2)
+    read = polynomial.problem(T=9, D=4, B=2, H=3, V=5)
+    assert read.name == "polynomial_read-B2-T9-H3-D4-V5"
+    assert read.inputs(torch.float32, CPU, 0)["state"].shape == (2, 3, 14, 5)
     gram = newton_schulz.problem(m=8, B=3, function="gram_newton_schulz_factor")
     assert gram.inputs(torch.float32, CPU, 0)["gram"].shape == (3, 8, 8)

@@ -9,6 +9,10 @@ def test_one_serial_stretch_is_enough_and_short_products_tell_nothing():
     assert not sass.serial_wgmma(healthy + ".L_x_1:\n" + healthy)
     assert sass.serial_wgmma(healthy + ".L_x_1:\n" + 4 * one + ".L_x_2:\n" + healthy)
     assert not sass.serial_wgmma(healthy + ".L_x_1:\n" + 2 * one)
+    some_run_on = one.replace("LE ;", "LE gsb0, 0x3 ;")
+    assert not sass.serial_wgmma(healthy + ".L_x_1:\n" + 4 * some_run_on)
+    all_waited_for = one.replace("LE ;", "LE gsb0, 0x0 ;")
+    assert sass.serial_wgmma(healthy + ".L_x_1:\n" + 4 * all_waited_for)
 
 
 def listing(*lines: str) -> str:
