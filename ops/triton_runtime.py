@@ -145,8 +145,8 @@ def launch(
     Args:
         op: name for error messages.
         kernel: (module, attribute).
-        config: supplies `num_warps` and `num_stages`; its tile REGISTERS, if it has one, is the most
-            that a thread may use.
+        config: supplies `num_warps` and `num_stages`; its tile REGISTERS, if there is one, is the
+            most that a thread may use.
         arguments: run-time arguments by name; None where a constant says it is not read.
         constants: compile-time arguments by name.
         cooperative: all programs run at once, or the launch fails.

@@ -70,12 +70,14 @@ class Problem:
     def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int) -> dict[str, Any]:
         """Fresh random arguments of the call, the memories in the middle of their chunks."""
         generator = torch.Generator(device).manual_seed(seed)
+        how: dict[str, Any] = {"generator": generator, "device": device}
+        how["dtype"] = torch.float64 if dtype == torch.float64 else torch.float32
 
         def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=generator, device=device)
+            return torch.randn(*size, **how)
 
         def between(low: float, high: float, *size: int) -> torch.Tensor:
-            return low + (high - low) * torch.rand(*size, generator=generator, device=device)
+            return low + (high - low) * torch.rand(*size, **how)
 
         rows = (self.rows, self.heads)
         q, k, v = (normal(*rows, n) for n in (self.width, self.width, self.values))
