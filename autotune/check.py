@@ -37,6 +37,16 @@ def named(results: Any, name: str = "out") -> Tensors:
     return flat
 
 
+def mapped(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """An argument with all of its tensors changed: one tensor, a (named) tuple of them, nested."""
+    if isinstance(x, torch.Tensor):
+        return function(x)
+    if not isinstance(x, tuple):
+        return x
+    parts = [mapped(function, part) for part in x]
+    return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+
+
 def is_floating(x: Any) -> bool:
     """Whether x is a tensor that can take a gradient."""
     return isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -101,12 +111,14 @@ class Call:
         written: names of the arguments that the function writes; each run gets fresh copies.
         backward: whether gradients are asked for.
         seed: of the upstream gradients.
+        compared: of all results, those that are compared.
     """
 
     arguments: dict[str, Any]
     written: tuple[str, ...] = ()
     backward: bool = False
     seed: int = 0
+    compared: Callable[[Tensors], Tensors] = dict
 
     def run(
         self,
@@ -119,11 +131,12 @@ class Call:
         `upstream` are the gradients to send back, drawn from the seed and put there if it is
         empty. With `dtype` floating arguments are cast to it.
         """
-        arguments = {
-            name: x.to(dtype) if dtype is not None and is_floating(x) else x
-            for name, x in self.arguments.items()
-        }
-        arguments |= {name: arguments[name].clone() for name in self.written}
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+        arguments = {name: mapped(cast, x) for name, x in self.arguments.items()}
+        arguments |= {name: mapped(torch.clone, arguments[name]) for name in self.written}
 
         def send(results: Tensors) -> Tensors:
             assert upstream is not None
@@ -132,7 +145,9 @@ class Call:
             return {name: x.to(results[name].dtype) for name, x in upstream.items()}
 
         results, gradients = run(function, arguments, send if self.backward else None)
-        return results | {name: arguments[name] for name in self.written} | gradients
+        for name in self.written:
+            results |= named(arguments[name], name)
+        return self.compared(results | gradients)
 
     def _drawn(self, results: Tensors) -> Tensors:
         drawn = {}
@@ -171,7 +186,7 @@ class Check:
 
     Args:
         problems: of the tuning file: each with `inputs`, `call`, `functions` and, if plain torch is
-            not the reference itself, `yardstick`.
+            not the reference itself, `yardstick`; if some results mean nothing, `compared`.
         seeds: of the inputs; each problem is drawn from each.
     """
 
@@ -191,7 +206,9 @@ class Check:
             yardstick = getattr(problem, "yardstick", None) or reference
             for seed in seeds:
                 arguments = problem.inputs(dtype, device, seed) | problem.call
-                call = Call(arguments, getattr(problem, "written", ()), backward, seed)
+                written = getattr(problem, "written", ())
+                compared = getattr(problem, "compared", dict)
+                call = Call(arguments, written, backward, seed, compared)
                 upstream: Tensors = {}
                 plain = call.run(yardstick, upstream)
                 exact = call.run(reference, upstream, torch.float64)

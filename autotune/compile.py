@@ -119,6 +119,7 @@ class KernelSource:
             them loads are not vectorised, and it is another kernel.
         num_warps: warps of one program.
         num_stages: depth of the software pipeline.
+        registers: the most that a thread may use; 0 is no limit.
         cooperative: whether its programs wait for each other.
     """
 
@@ -129,6 +130,7 @@ class KernelSource:
     divisible: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 2
+    registers: int = 0
     cooperative: bool = False
 
     @property
@@ -282,6 +284,8 @@ def _compile_triton(source: KernelSource, name: str) -> Report:
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     if source.cooperative:
         options["launch_cooperative_grid"] = True
+    if source.registers:
+        options["maxnreg"] = source.registers
     start = time.perf_counter()
     try:
         compiled = triton.compile(

@@ -29,7 +29,7 @@ import torch
 
 from . import source, tables, timing
 from .cases import DTYPES, Case
-from .check import Check, Tensors, first_difference, is_floating, named
+from .check import Check, Tensors, first_difference, is_floating, mapped, named
 from .compile import ARCHITECTURES, Report, compile_all
 from .log import Log
 from .space import Config, Device, reload, use_config
@@ -404,7 +404,9 @@ class _Timed:
         call = case.call(case.problem, options.device, options.seed)
         self.written = {name: call.arguments[name] for name in call.written}
         # Work on copies of what the op writes, so that each run can find it as it was.
-        self.arguments = call.arguments | {n: x.clone() for n, x in self.written.items()}
+        self.arguments = call.arguments | {
+            name: mapped(torch.clone, x) for name, x in self.written.items()
+        }
         self.pool: Any = None
         self.leaves: Tensors = {}
         self.results: Tensors = {}
@@ -429,7 +431,9 @@ class _Timed:
     def restore(self) -> None:
         """Put back what a run has written in place."""
         for name, x in self.written.items():
-            self.arguments[name].copy_(x)
+            copies = named(self.arguments[name])
+            for part, was in named(x).items():
+                copies[part].copy_(was)
 
     def run(self) -> Tensors:
         """All results of the pass, with the config in force."""
@@ -442,7 +446,9 @@ class _Timed:
             )  # fmt: skip
         with torch.no_grad():
             results = named(self.case.function(**self.arguments))
-        return results | {name: self.arguments[name] for name in self.written}
+        for name in self.written:
+            results |= named(self.arguments[name], name)
+        return results
 
     def fault(self, config: Config) -> str | None:
         """None, or what is wrong with the results at full size: NaN, or bits that do not repeat."""
@@ -489,9 +495,14 @@ class _Timed:
         self.restore()
         with FlopCounterMode(display=False) as counter:
             results = self.run()
-        tensors = [x for x in self.arguments.values() if isinstance(x, torch.Tensor)]
+        tensors = [x for given in self.arguments.values() for x in _tensors(given)]
         tensors += [*self.upstream.values(), *results.values()]
         return int(counter.get_total_flops()), sum(x.nbytes for x in tensors)
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    """Those of an argument."""
+    return list(named(x).values()) if isinstance(x, (torch.Tensor, tuple)) else []
 
 
 def log_path(op: str, part: tuple[int, int]) -> Path:

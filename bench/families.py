@@ -11,9 +11,10 @@ from .cases import DTYPES, MODES, Case
 from .family import Family
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
+from .omega_step import OMEGA_STEP
 
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA)
+    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP)
 }
 
 

@@ -9,7 +9,7 @@ from .family import Work
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:
-    """Bytes that one training step of the op needs at its peak, inputs not counted.
+    """Bytes that a forward and its backward need at their peak, inputs not counted.
 
     Outputs, saved statistics, workspaces and gradients count; upstream gradients are inputs.
 

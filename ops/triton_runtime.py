@@ -158,7 +158,8 @@ def launch(
     Args:
         op: name for error messages.
         kernel: (module, attribute).
-        config: supplies `num_warps` and `num_stages`.
+        config: supplies `num_warps` and `num_stages`; its tile REGISTERS, if there is one, is the
+            most that a thread may use.
         arguments: run-time arguments by name; None where a constant says it is not read.
         constants: compile-time arguments by name.
         cooperative: all programs run at once, or the launch fails.
@@ -178,6 +179,8 @@ def launch(
         return
     if cooperative:
         options["launch_cooperative_grid"] = True
+    if config.get("REGISTERS"):
+        options["maxnreg"] = config["REGISTERS"]
     kinds = [_kind(x) for x in arguments.values() if type(x) is not int]  # most are, and all loose
     key = (*kernel, device.index, config, *constants.values(), *kinds)
     compiled = _warm.get(key)
@@ -248,5 +251,6 @@ def _source(
         divisible=tuple(divisible),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        registers=config.get("REGISTERS"),
         cooperative=cooperative,
     )

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).resolve().parent
 
 
-def product(m=128, n=128, k=64, num_warps=4, num_stages=2):
+def product(m=128, n=128, k=64, num_warps=4, num_stages=2, registers=0):
     return report_.KernelSource(
         module="probe_kernels",
         name="product",
@@ -32,6 +32,7 @@ def product(m=128, n=128, k=64, num_warps=4, num_stages=2):
         divisible=("a", "b", "c"),
         num_warps=num_warps,
         num_stages=num_stages,
+        registers=registers,
     )
 
 
@@ -86,6 +87,7 @@ def reports(tmp_path_factory):
         "deeper": (product(num_stages=4), "sm_90"),
         "spills": (product(n=256, num_warps=4), "sm_80"),
         "too wide for wgmma": (product(n=256, num_warps=4), "sm_90"),
+        "few registers": (product(registers=96), "sm_80"),
         "no product": (double(), "sm_90"),
         "broken": (broken(), "sm_90"),
     }
@@ -120,6 +122,12 @@ def test_spills_are_seen(reports):
     # 128·256 accumulators over 128 threads are 256 registers, one more than a thread can have.
     assert reports["spills"].registers == 255
     assert reports["spills"].stack_bytes > 0
+
+
+def test_registers_may_be_limited(reports):
+    assert reports["sm_80"].registers > 96
+    assert reports["few registers"].registers <= 96
+    assert reports["few registers"].stack_bytes > 0
 
 
 def test_wgmma_that_run_one_by_one_are_seen(reports):
@@ -345,7 +353,7 @@ class Hopper:
     def get_current_stream(self, device): return 0
 
 x = torch.zeros(64)
-kernel, config = ("probe_kernels", "scaled"), Config.make(num_warps=2, num_stages=3)
+kernel, config = ("probe_kernels", "scaled"), Config.make(2, 3, REGISTERS=64)
 arguments, constants = {"x": x, "y": x, "n": 5, "scale": 0.5}, {"HOW": "scale", "BLOCK": 64}
 with triton_runtime.record_launches() as sources:
     triton_runtime.launch("probe", kernel, 1, x.device, config, arguments, constants)
@@ -354,8 +362,9 @@ seen = []
 triton.knobs.compilation.listener = lambda cache_hit, **_: seen.append(cache_hit)
 driver.set_active(Hopper())
 function = triton_runtime._kernel(*kernel)
-function.warmup(**arguments, **constants, num_warps=2, num_stages=3, grid=(1,))
-function.warmup(**arguments, **constants, num_warps=4, num_stages=3, grid=(1,))
+options = {"num_warps": 2, "num_stages": 3, "maxnreg": 64}
+function.warmup(**arguments, **constants, **options, grid=(1,))
+function.warmup(**arguments, **constants, **options | {"num_warps": 4}, grid=(1,))
 print(seen)
 """
 

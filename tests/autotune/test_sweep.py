@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fastweights.autotune import (
     Config,
     Space,
     cases,
+    check,
     choose,
     report,
     source,
@@ -216,6 +218,55 @@ def test_what_an_op_writes_is_restored_before_each_run(probe: Any, tmp_path: Pat
     assert torch.equal(timed.written["state"], before)
     timed.restore()
     assert torch.equal(timed.arguments["state"], before)
+
+
+class Memory(NamedTuple):
+    """An argument of several tensors, one of them absent."""
+
+    state: torch.Tensor
+    momentum: torch.Tensor | None
+    filled: torch.Tensor
+
+
+def count_in(memory: Memory) -> torch.Tensor:
+    memory.filled.add_(1)
+    return memory.state.add_(0.5) * 2
+
+
+def a_memory() -> Memory:
+    return Memory(torch.zeros(3), None, torch.zeros(1, dtype=torch.int32))
+
+
+def test_what_an_op_writes_may_be_a_tuple_of_tensors() -> None:
+    """Each check finds it as it was, floating tensors in the dtype that is asked for."""
+    memory = a_memory()
+    call = check.Call({"memory": memory}, written=("memory",))
+    for dtype in (None, torch.float64):
+        for _ in range(2):
+            results = call.run(count_in, dtype=dtype)
+            assert list(results) == ["out", "state", "filled"]
+            assert results["filled"].tolist() == [1]
+            assert results["state"].tolist() == [0.5] * 3
+            assert results["out"].dtype == (dtype or torch.float32)
+    assert not memory.state.any()
+    some = replace(call, compared=lambda results: {"out": results["out"]})
+    assert list(some.run(count_in)) == ["out"]
+
+
+def test_tuples_are_restored_before_each_run(tmp_path: Path) -> None:
+    memory = a_memory()
+    case: Any = SimpleNamespace(
+        problem=None, backward=False, function=count_in,
+        call=lambda *_: check.Call({"memory": memory}, written=("memory",)),
+    )  # fmt: skip
+    timed = sweep._Timed(case, sweep.Options(CPU, tmp_path / "out", tmp_path / "log"))
+    for turn in (1, 2):
+        assert timed.run()["state"].tolist() == [0.5 * turn] * 3
+    timed.restore()
+    assert not timed.arguments["memory"].state.any()
+    _, moved = timed.work()
+    assert moved == 3 * 4 + 2 * (3 * 4 + 4)  # the result, and what comes and goes
+    assert not memory.state.any()
 
 
 # ---- time ---------------------------------------------------------------------------------------

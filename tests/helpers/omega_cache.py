@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from fastweights import ops
 from fastweights.ops import OmegaCache, OmegaState
 
-from . import inputs
+from . import inputs, oracle
 from .omega import Case
 
 TOKENS = ("q", "k", "v", "step", "decay", "window_gates", "momentum")
@@ -64,18 +65,20 @@ def state_of(cache: OmegaCache, given: dict[str, Any]) -> OmegaState:
 
 
 def in_steps(
-    case: Case, given: dict[str, Any], starts: Sequence[int] | None = None, **options: Any
-) -> tuple[torch.Tensor, OmegaState]:
+    case: Case, given: dict[str, Any], starts: Sequence[int] | None = None,
+    view: Callable[[torch.Tensor], torch.Tensor] = inputs.embed, **options: Any,
+) -> tuple[torch.Tensor, OmegaState]:  # fmt: skip
     """All tokens through `omega_step_`, in slots of a larger pool, that of row n from starts[n] on.
 
     Rows without a token are skipped, and what they are given is NaN; so is all of the pool that
-    belongs to no sequence. `options` go to `omega_step_`.
+    belongs to no sequence. Tokens and the pool are laid out by `view`. `options` go to
+    `omega_step_`.
     """
     device = given["q"].device
     begins = torch.tensor(starts or [0] * case.batch, device=device)
     sequence = torch.arange(case.batch, device=device)
     slots = sequence.flip(0) * 2 + 1
-    pool = poisoned_pool(start(case, given), slots)
+    pool = poisoned_pool(start(case, given), slots, view)
     y = torch.empty_like(given["v"], memory_format=torch.contiguous_format)
     for time in range(case.tokens + int(begins.max())):
         token = time - begins
@@ -85,7 +88,7 @@ def in_steps(
             if name in given:
                 x = given[name][sequence, token.clamp(0, case.tokens - 1)]
                 x[~live] = float("nan")
-                rows[name] = inputs.embed(x)
+                rows[name] = view(x)
         read = ops.omega_step_(
             cache=pool, slots=torch.where(live, slots, -1), **rows, **rules_of(given), **options
         )
@@ -95,7 +98,10 @@ def in_steps(
     return y, state_of(mine, given)
 
 
-def poisoned_pool(cache: OmegaCache, slots: torch.Tensor) -> OmegaCache:
+def poisoned_pool(
+    cache: OmegaCache, slots: torch.Tensor,
+    view: Callable[[torch.Tensor], torch.Tensor] = inputs.embed,
+) -> OmegaCache:  # fmt: skip
     """A pool with the memories of `cache` in `slots`, NaN in all others and around all of them."""
     pool = []
     for x in cache:
@@ -104,7 +110,43 @@ def poisoned_pool(cache: OmegaCache, slots: torch.Tensor) -> OmegaCache:
             continue
         whole = torch.full((2 * len(slots) + 2, *x.shape[1:]), 77, dtype=x.dtype, device=x.device)
         if x.is_floating_point():
-            whole = inputs.embed(whole.fill_(float("nan")))
+            whole = view(whole.fill_(float("nan")))
         whole[slots] = x
         pool.append(whole)
     return OmegaCache._make(pool)
+
+
+def step_operands(
+    case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    view: Callable[[torch.Tensor], torch.Tensor] = inputs.embed,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of a step: the second slot has a full chunk and a token, other rows none."""
+    case = case.but(tokens=case.chunk_size + 1)
+    given = case.arguments(0, dtype, torch.device(device))
+    cache, rules = start(case, given), rules_of(given)
+    _, cache = ops.omega_extend(**cut(given, 0, case.chunk_size), cache=cache, **rules)
+    pool = poisoned_pool(cache, torch.arange(case.batch, device=device), view)
+    last = cut(given, case.chunk_size, case.tokens)
+    token = {name: view(x[:, 0]) for name, x in last.items()}
+    slots = torch.full((case.batch,), -1, device=device)
+    slots[0] = min(1, case.batch - 1)
+    return token | rules | {"cache": pool, "slots": slots}
+
+
+def step_shape_of(given: dict[str, Any]) -> Any:
+    """What the backends see of a step, from its keyword arguments."""
+    op = importlib.import_module("fastweights.ops.omega_step.op")
+    rules = {"inner_loss": "squared", "feature_map": "identity"} | given
+    names = ("window", "chunk_size", "inner_loss", "feature_map", "read_before")
+    tensors = op.StepTensors._make(map(given.get, op.StepTensors._fields))
+    chosen = {name: rules[name] for name in names}
+    return op.step_shape("test", tensors, given["cache"], **chosen, concrete=True)
+
+
+def assert_same(got: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Bit for bit, field by field."""
+    names = OmegaCache._fields
+    oracle.assert_bit_equal(
+        {n: x for n, x in zip(names, got, strict=True) if x is not None},
+        {n: x for n, x in zip(names, wanted, strict=True) if x is not None},
+    )

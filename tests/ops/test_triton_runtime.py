@@ -54,9 +54,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return fake
 
 
-def launch(programs: int = 3, block: int = 64, **arguments: Any) -> None:
+def launch(programs: int = 3, block: int = 64, config: Config = CONFIG, **arguments: Any) -> None:
     given = {"scale": 0.5, "n": 7, "x": torch.zeros(8), **arguments}
-    runtime.launch("probe", ("m", "f"), programs, DEVICE, CONFIG, given, {"BLOCK": block})
+    runtime.launch("probe", ("m", "f"), programs, DEVICE, config, given, {"BLOCK": block})
 
 
 def test_a_warm_launch_goes_straight_to_the_compiled_kernel(kernel: Kernel) -> None:
@@ -84,6 +84,12 @@ def test_what_a_kernel_is_compiled_for_makes_another_launch_cold(kernel: Kernel)
     assert not kernel.compiled
     launch(x=tile)
     assert len(kernel.compiled) == 1
+
+
+def test_a_config_may_limit_registers(kernel: Kernel) -> None:
+    launch()
+    launch(config=Config.make(4, 2, REGISTERS=96))
+    assert [options.get("maxnreg") for options in kernel.first] == [None, 96]
 
 
 def test_no_programs_no_launch(kernel: Kernel) -> None:

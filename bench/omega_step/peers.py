@@ -1,0 +1,29 @@
+"""A copy of as many bytes as a step moves: the rate that memory gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..family import Contender, Work
+from .cases import OmegaStepCase
+from .ours import Inputs
+
+NAMES = {"copy": "`y.copy_(x)` of half as many bytes, each read and written"}
+
+
+def contenders(case: OmegaStepCase, names: tuple[str, ...]) -> list[Contender]:
+    """The copy, if it is among `names`."""
+    copy = Contender("copy", case, "copy", _copy, modes=("fwd",), checked=False)
+    return [copy for name in case.peers if name in names]
+
+
+def _copy(case: OmegaStepCase, inputs: Inputs) -> Work:
+    q = inputs.given["q"]
+    x = torch.randn(case.bytes("fwd") // 8, device=q.device)
+    y = torch.empty_like(x)
+
+    def forward() -> tuple[Tensor, ...]:
+        return (y.copy_(x),)
+
+    return Work(forward, {}, (q,))
