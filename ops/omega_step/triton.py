@@ -12,7 +12,6 @@ from ..alloc import empty
 from ..checks import last_contiguous
 from ..omega.cache import OmegaCache
 from ..omega.op import OmegaShape
-from ..omega.triton_spaces import padded
 from .op import StepTensors
 from .triton_spaces import FOLD, KERNELS, OP, SPACE_FWD, bucket, refusal
 
@@ -101,7 +100,11 @@ def _rows(cache: OmegaCache) -> dict[str, torch.Tensor]:
 
 
 def _constants(shape: OmegaShape, config: Config, given: StepTensors) -> dict[str, Any]:
-    powers, values, half = given.coefficients, padded(shape.values), shape.dtype != torch.float32
+    powers, values, half = (
+        given.coefficients,
+        runtime.padded(shape.values),
+        shape.dtype != torch.float32,
+    )
     mapped = shape.feature_map != "identity"
     columns = config["FOLD_V"]
     if shape.momentum and not half:  # keys have two parts, too: there are registers for less
@@ -117,7 +120,7 @@ def _constants(shape: OmegaShape, config: Config, given: StepTensors) -> dict[st
         "ALIGNED": shape.aligned,
         "WIDTH": shape.wide,
         "VALUES": shape.values,
-        "D": padded(shape.wide),
+        "D": runtime.padded(shape.wide),
         "V": values,
         "ROWS": config["ROWS"],
         "STAGES": config.num_stages,
