@@ -141,7 +141,7 @@ class Space:
     """All configs of one pass of one op on one backend.
 
     Attributes:
-        op: op name, "polar_attention".
+        op: the public function, "polar_attention"; it may be named otherwise than its folder.
         pass_: "fwd", "bwd", or a kernel of a pass ("bwd_dq").
         backend: "triton" or "cuda".
         configs: every config that may be chosen, on any device and for any key.

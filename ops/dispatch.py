@@ -126,9 +126,10 @@ def _faster(package: str, first: str, shape: Any) -> str | None:
     Only rows count that were timed on one and the same problem.
     """
     device = Device.of(shape.device)
-    if not tables.contested(package.rpartition(".")[2], device):
-        return None
     pass_ = "bwd" if getattr(shape, "backward", False) else "fwd"
+    own = _spaces(package, first, shape).get(pass_)
+    if own is None or not tables.contested(own.op, device):
+        return None
     found: dict[str, tuple[str, float]] = {}
     for name in ORDER[ORDER.index(first) :]:
         space = _spaces(package, name, shape).get(pass_)

@@ -35,7 +35,7 @@ def everything(case: OmegaCase, inputs: Inputs, got: Named) -> Results:
     """Everything that is returned and every gradient."""
 
     def literally(given: Named) -> Tensor:
-        return reference.omega_memory(**operands(case, given), **rules(case))[0]  # type: ignore[arg-type]
+        return reference.omega_memory(**operands(case, given), **rules(case))[0]
 
     truth = _differentiated(literally, _wide(inputs.leaves), inputs.d_out)
     return Results(got, truth, _differentiated(literally, inputs.leaves, inputs.d_out))

@@ -60,14 +60,14 @@ def make_inputs(case: OmegaCase, generator: torch.Generator) -> Inputs:
     return Inputs({name: x.requires_grad_() for name, x in leaves.items()}, normal())
 
 
-def operands(case: OmegaCase, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+def operands(case: OmegaCase, leaves: dict[str, Tensor]) -> dict[str, Any]:
     """The tensors of a call: queries and keys of norm one."""
     if not case.l2norm:
         return leaves
     return leaves | {name: normalize(leaves[name], dim=-1) for name in ("q", "k")}
 
 
-def rules(case: OmegaCase) -> dict[str, int]:
+def rules(case: OmegaCase) -> dict[str, Any]:
     """What is not a tensor."""
     return {"window": case.window, "chunk_size": case.chunk_size}
 

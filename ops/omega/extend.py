@@ -186,7 +186,8 @@ def _turned(
     older, b = shape.window - 1, shape.chunk_size
     full = moving & (cache.filled == b)
     cache = _chosen(full, begun(left(shape, cache, given.coefficients), b), cache)
-    k, v = cache.keys[:, :older], cache.values[:, :older]
+    there = _there(shape, cache)[:, :older]
+    k, v = (_where(there, x[:, :older], x.new_zeros(())) for x in (cache.keys, cache.values))
     error = _error(shape, k, v, cache.state, given.coefficients)
     error = _where(moving & (cache.filled == 0), error, cache.residuals[:, :older])
     return cache._replace(residuals=torch.cat((error, cache.residuals[:, older:]), 1))
@@ -209,14 +210,18 @@ def _folded(
     return state, momentum - keys.mT @ (cache.momentum_write[..., None] * residuals)
 
 
+def _there(shape: OmegaShape, cache: OmegaCache) -> Tensor:
+    """Which rows exist, (N, n): of the others not even products with 0 are formed."""
+    row = torch.arange(cache.keys.shape[1], device=shape.device)
+    older = shape.window - 1
+    return (row >= older - cache.tail_length[:, None]) & (row < older + cache.filled[:, None])
+
+
 def _rows(
     shape: OmegaShape, cache: OmegaCache, coefficients: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """φ(K) (N, H, n, D) and R (N, H, n, Dv), both of zeros where no row exists."""
-    row = torch.arange(cache.keys.shape[1], device=shape.device)
-    older = shape.window - 1
-    there = row >= older - cache.tail_length[:, None]
-    there = there & (row < older + cache.filled[:, None])
+    there = _there(shape, cache)
     keys = _where(there, cache.keys, cache.keys.new_zeros(()))
     residuals = _where(there, cache.residuals, cache.residuals.new_zeros(()))
     return _phi(shape, keys, coefficients), residuals.transpose(1, 2)

@@ -1,14 +1,26 @@
-"""Triton backend: the launchers, those of backward in `triton_backward`.
+"""Triton backend.
 
-Kernels are in `triton_fwd` and `triton_bwd`, config spaces in `triton_spaces`.
+| kernels             | of                                                                  |
+|---------------------|---------------------------------------------------------------------|
+| `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
+| `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
+| `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
+| `hopper_bwd`        | both walks of its backward                                          |
+| `hopper_gradients`  | its gradients                                                       |
+| `triton_tables`     | weights of reads, for the kernels for Hopper                        |
+| `triton_gates_back` | gradients of gates, from those that these leave                     |
+
+Launchers are in `triton_forward`, `triton_backward` and `hopper_backward`, config spaces in
+`triton_spaces`; what kernels share is in `triton_chunks`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...autotune.space import Device
+from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
+from .hopper_backward import HopperBackward
 from .op import OmegaShape, OmegaTensors
 from .triton_backward import Backward
 from .triton_forward import Call
@@ -37,6 +49,9 @@ def fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     call = Call(shape, given)
+    if call.config.get("HOPPER"):
+        call.gates(bounded=True)
+        return call.scan()
     call.gates()
     begins, state, velocity = call.chain()
     return call.reads(begins), state, velocity
@@ -50,4 +65,6 @@ def bwd(
     given: OmegaTensors,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the first `DIFFERENTIABLE` tensors of a call."""
-    return Backward(shape, given, d_y, d_state, d_momentum).gradients()
+    config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
+    launches = HopperBackward if config.get("HOPPER") else Backward
+    return launches(shape, given, d_y, d_state, d_momentum).gradients()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import last_contiguous
@@ -17,7 +17,7 @@ from ..triton_runtime import padded
 from .eager import features_backward
 from .op import OmegaShape, OmegaTensors
 from .triton_forward import Begins, Call, known_window, strides
-from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, bucket
+from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD
 
 EDGES_CONFIG = Config.make(4, 1, "fma")
 
@@ -33,8 +33,7 @@ class Backward(Call):
         d_state: torch.Tensor,
         d_momentum: torch.Tensor | None,
     ) -> None:
-        super().__init__(shape, given)
-        self.config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
+        super().__init__(shape, given, SPACE_BWD)
         self.d_y = last_contiguous(d_y)
         self.d_state = d_state.contiguous()
         self.d_momentum = None if d_momentum is None else d_momentum.contiguous()
@@ -127,24 +126,9 @@ class Backward(Call):
     ) -> tuple[Any, ...]:
         shape, given, gate = self.shape, self.given, self.gate
         rows, heads, tokens = self.row
-        halo, wide, values = self.halo, shape.wide, shape.values
-        of_features = shape.acc if self.mapped else shape.dtype
-        gates = (rows, tokens, heads)
-        new = self._zeros if shape.packed else self.empty  # of the padding behind the last sequence
-        d_q = new(*gates, wide, dtype=of_features)
-        d_k = new(*gates, wide, dtype=of_features)
-        d_v = new(*gates, values, dtype=shape.dtype)
-        d_step = new(*gates)
-        d_decay = new(*gates) if shape.decay else None
-        d_theta = new(*gates) if shape.momentum else None
-        d_gates = None if given.window_gates is None else new(*gates, shape.window)
+        halo = self.halo
+        out, parts = self.outputs(), self.edge_parts()
         edge = (self.slots, heads, halo)
-        parts = {
-            name: self.when(halo > 0, *edge, width)
-            for name, width in (
-                ("edge_k", wide), ("edge_v", values), ("older_k", wide), ("older_v", values),
-            )
-        }  # fmt: skip
         older = {
             "older_scores": (
                 self.empty(*edge, padded(shape.chunk_size), dtype=shape.dtype) if halo else None
@@ -169,14 +153,8 @@ class Backward(Call):
             **begins,
             "d_states": d_states,
             "d_momenta": d_momenta,
-            "d_q": d_q,
-            "d_k": d_k,
-            "d_v": d_v,
             **older,
-            "d_step": d_step,
-            "d_decay": d_decay,
-            "d_theta": d_theta,
-            "d_gates": d_gates,
+            **out,
             **self.sizes,
             **strides("q", self.q),
             **strides("k", self.k),
@@ -197,8 +175,48 @@ class Backward(Call):
                 "omega_gradients", self.slots * heads, config, arguments | places,
                 constants | {"OLDER": of_older},
             )  # fmt: skip
-        d_tail_k = self._edges(parts["edge_k"], parts["older_k"], d_k, given.tail_k, wide)
-        d_tail_v = self._edges(parts["edge_v"], parts["older_v"], d_v, given.tail_v, values)
+        return self.finish(out, parts, d_initial, d_initial_momentum)
+
+    def outputs(self) -> dict[str, torch.Tensor | None]:
+        """Room for the gradients of what comes a token at a time."""
+        shape, given = self.shape, self.given
+        rows, heads, tokens = self.row
+        of_features = shape.acc if self.mapped else shape.dtype
+        new = self._zeros if shape.packed else self.empty  # of the padding behind the last sequence
+        gates = (rows, tokens, heads)
+        return {
+            "d_q": new(*gates, shape.wide, dtype=of_features),
+            "d_k": new(*gates, shape.wide, dtype=of_features),
+            "d_v": new(*gates, shape.values, dtype=shape.dtype),
+            "d_step": new(*gates),
+            "d_decay": new(*gates) if shape.decay else None,
+            "d_theta": new(*gates) if shape.momentum else None,
+            "d_gates": None if given.window_gates is None else new(*gates, shape.window),
+        }
+
+    def edge_parts(self) -> dict[str, torch.Tensor | None]:
+        """Room for the gradients of keys and values that two chunks add to."""
+        shape, edge = self.shape, (self.slots, self.shape.heads, self.halo)
+        widths = {
+            "edge_k": shape.wide, "edge_v": shape.values,
+            "older_k": shape.wide, "older_v": shape.values,
+        }  # fmt: skip
+        return {name: self.when(self.halo > 0, *edge, width) for name, width in widths.items()}
+
+    def finish(
+        self,
+        out: dict[str, Any],
+        parts: dict[str, torch.Tensor | None],
+        d_initial: torch.Tensor,
+        d_initial_momentum: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
+        """All gradients, from those of chunks."""
+        shape, given = self.shape, self.given
+        d_q, d_k = out["d_q"], out["d_k"]
+        d_tail_k = self._edges(parts["edge_k"], parts["older_k"], d_k, given.tail_k, shape.wide)
+        d_tail_v = self._edges(
+            parts["edge_v"], parts["older_v"], out["d_v"], given.tail_v, shape.values
+        )
         d_coefficients: torch.Tensor | float = 0.0
         if self.mapped:
             tokens_there, tail_there = self._there()
@@ -209,7 +227,7 @@ class Backward(Call):
                 d_tail_k, of_tail = self._through_map(given.tail_k, d_tail_k, tail_there)
                 d_coefficients = d_coefficients + of_tail
         return (
-            d_q, d_k, d_v, d_step, d_decay, d_gates, d_theta,
+            d_q, d_k, out["d_v"], out["d_step"], out["d_decay"], out["d_gates"], out["d_theta"],
             d_coefficients if given.coefficients is not None else None,
             None if given.initial_state is None else d_initial,
             None if given.initial_momentum is None else d_initial_momentum,

@@ -15,16 +15,20 @@ import triton
 import triton.language as tl
 
 from .triton_chunks import (
+    SIZES,
+    decays,
+    load_carry,
     load_older,
+    load_rate,
     load_rows,
     load_sums,
     place_chunk,
+    place_walk,
     shares,
+    state_cells,
     table_of_decays,
 )
-from .triton_fwd import state_cells
 
-SIZES = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
 STRIDES = (
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh",
     "stride_vb", "stride_vt", "stride_vh", "stride_yb", "stride_yt", "stride_yh",
@@ -33,23 +37,6 @@ PULL_RUNTIME = (*SIZES, *(name for name in STRIDES if name[7] != "v"))
 CHAIN_RUNTIME = (*SIZES, "stride_kb", "stride_kt", "stride_kh")
 GRADIENTS_RUNTIME = (*SIZES, *STRIDES)
 EDGES_RUNTIME = SIZES
-
-
-@triton.jit
-def _rate(whole, rest, row, tokens, first, seen, size, DECAY: tl.constexpr):
-    """A of each token, as its read sees it."""
-    rate = tl.full(seen.shape, 1.0, tl.float32)
-    if DECAY:
-        w, r = load_sums(whole, rest, row, tokens, first, seen, size)
-        rate = tl.exp2(w.to(tl.float32) + r)
-    return rate
-
-
-@triton.jit
-def _carried(carry, row, tokens, first, seen, size):
-    """a of each token; 0 in front of the chunk."""
-    inside = (seen >= 0) & (seen < size)
-    return tl.load(carry + row.to(tl.int64) * tokens + first + seen, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -96,7 +83,7 @@ def omega_pull(
             ALIGNED,
         )  # fmt: skip
         wide = dy.to(tl.float32)
-        rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
+        rate = load_rate(whole, rest, row, tokens, first, seen, size, DECAY)
         scaled = (rate[:, None] * wide).to(qt.dtype)
         total = tl.dot(tl.trans(qt), scaled, input_precision=PRECISION)  # [D, V]
         if not DOT:
@@ -106,8 +93,7 @@ def omega_pull(
             )  # fmt: skip
             part = shares(
                 whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
-                seen, t,
-                DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
+                seen, t, DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
             total -= _pulled(qt, kt, dy, part, PRECISION)
             if HALO > 0:
@@ -117,16 +103,15 @@ def omega_pull(
                 )  # fmt: skip
                 part = shares(
                     whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
-                    seen,
-                    tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION,
-                    CHUNK,
+                    seen, tl.arange(0, HALO) - HALO, DECAY, MOMENTUM, True, WINDOW,
+                    GATES_PRECISION, CHUNK,
                 )  # fmt: skip
                 total -= _pulled(qt, kt, dy, part, PRECISION)
         cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
         to = (slot.to(tl.int64) * heads + head) * (WIDTH * VALUES)
         tl.store(pull + to + cells, total, mask=inside)
         if MOMENTUM:
-            a = _carried(carry, row, tokens, first, seen, size)
+            a = load_carry(carry, row, tokens, first, seen, size)
             scaled = (a[:, None] * wide).to(qt.dtype)
             total = tl.dot(tl.trans(qt), scaled, input_precision=PRECISION)
             tl.store(pull_momentum + to + cells, total, mask=inside)
@@ -156,20 +141,9 @@ def omega_chain_back(
     D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """V columns of one head of one sequence. d_states, d_momenta (slots, H, D, Dv), k's dtype."""
-    blocks = tl.cdiv(VALUES, V)
-    v0 = tl.program_id(0) % blocks * V
-    head = tl.program_id(0) // blocks % heads
-    sequence = tl.program_id(0) // blocks // heads
-    batch = sequence
-    begin = tokens * 0
-    slot0 = sequence * chunks
-    end = tokens
-    if PACKED:
-        batch = begin
-        begin = tl.load(cu + sequence)
-        end = tl.load(cu + sequence + 1)
-        slot0 = begin // chunk + sequence
-    count = tl.cdiv(end - begin, chunk)
+    v0, head, sequence, batch, begin, end, slot0, count = place_walk(
+        cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
+    )
     cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
     own = (sequence.to(tl.int64) * heads + head) * (WIDTH * VALUES)
     dM = tl.load(d_last + own + cells, mask=inside, other=0.0)
@@ -222,15 +196,6 @@ def omega_chain_back(
 
 
 @triton.jit
-def _store_rows(x, tile, head, heads, rows, mask, WIDTH: tl.constexpr, col0, COLS: tl.constexpr):
-    """Rows of a (…, H, WIDTH) tensor, columns from `col0` on."""
-    cols = col0 + tl.arange(0, COLS)
-    to = (rows.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
-    fits = mask[:, None] & (cols < WIDTH)[None, :]
-    tl.store(x + to, tile.to(x.dtype.element_ty), mask=fits)
-
-
-@triton.jit
 def _store_keys(
     x, edge, tile, head, heads, rows, own, at_edge, shared, col0,
     OLDER: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
@@ -238,12 +203,14 @@ def _store_keys(
     """Rows whose sum is complete go to x (B, T, H, ·); those that two chunks add to wait at the
     edge (slots, H, HALO, ·).
     """
+    cols = col0 + tl.arange(0, COLS)
+    fits = (cols < WIDTH)[None, :]
     if not OLDER:
-        _store_rows(x, tile, head, heads, rows, own, WIDTH, col0, COLS)
+        to = (rows.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+        tl.store(x + to, tile.to(x.dtype.element_ty), mask=own[:, None] & fits)
     if HALO > 0:
-        cols = col0 + tl.arange(0, COLS)
         to = at_edge[:, None] * WIDTH + cols[None, :]
-        tl.store(edge + to, tile, mask=shared[:, None] & (cols < WIDTH)[None, :])
+        tl.store(edge + to, tile, mask=shared[:, None] & fits)
 
 
 @triton.jit(do_not_specialize=GRADIENTS_RUNTIME)
@@ -309,8 +276,7 @@ def omega_gradients(
             push = tl.load(pushes + place)
         part = shares(
             whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
-            keys,
-            DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
+            keys, DECAY, MOMENTUM, True, WINDOW, GATES_PRECISION, CHUNK,
         )  # fmt: skip
         scores = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)  # [KEYS, CHUNK]
         mixed = (part * scores).to(kt.dtype)
@@ -352,8 +318,14 @@ def omega_gradients(
             M = tl.load(states + cells, mask=inside, other=0.0)
             dM = tl.load(d_states + cells, mask=inside, other=0.0)
             error = -vt.to(tl.float32)
+            lost = M
+            if LOW:
+                lost = tl.load(states_low + cells, mask=inside, other=0.0)
             if not DOT:
                 error += tl.dot(kt, M, input_precision=PRECISION)
+                if LOW:
+                    # Errors of what M has learned are small: rounding M would be much of them.
+                    error += tl.dot(kt, lost, input_precision=PRECISION)
             d_mixed -= tl.dot(error.to(kt.dtype), tl.trans(dy), input_precision=PRECISION)
             along = tl.dot(kt, dM, input_precision=PRECISION)
             in_state += tl.sum(error * along, 1)
@@ -366,7 +338,6 @@ def omega_gradients(
                 from_state += tl.dot(M, tl.trans(dy), input_precision=PRECISION)
                 wide = M.to(tl.float32)
                 if LOW:
-                    lost = tl.load(states_low + cells, mask=inside, other=0.0)
                     from_state += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
                     wide += lost.to(tl.float32)
                 state_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
@@ -383,9 +354,11 @@ def omega_gradients(
                     from_momentum += tl.dot(S, tl.trans(dy), input_precision=PRECISION)
                     wide = S.to(tl.float32)
                     if LOW:
-                        lost = tl.load(momenta_low + cells, mask=inside, other=0.0)
-                        from_momentum += tl.dot(lost, tl.trans(dy), input_precision=PRECISION)
-                        wide += lost.to(tl.float32)
+                        lost_momentum = tl.load(momenta_low + cells, mask=inside, other=0.0)
+                        from_momentum += tl.dot(
+                            lost_momentum, tl.trans(dy), input_precision=PRECISION
+                        )
+                        wide += lost_momentum.to(tl.float32)
                     momentum_state += tl.sum(tl.sum(wide * dM.to(tl.float32), 1), 0)
                     momentum_momentum += tl.sum(tl.sum(wide * dS.to(tl.float32), 1), 0)
             if not DOT:
@@ -405,7 +378,7 @@ def omega_gradients(
         back = table_of_decays(whole, rest, row, tokens, first, seen, t, size, DECAY, False)
         back = tl.where(there[:, None] & there[None, :], back, 0.0)  # [reading, written]
         last = t * 0 + (size - 1)
-        left = _left(whole, rest, row, tokens, first, t, last, there, size, DECAY)
+        left = _left(whole, rest, row, tokens, first, t, last, size, DECAY)
         scores = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
         d_write = tl.dot(d_mixed * scores, back, input_precision=GATES_PRECISION)
         d_write -= in_state[:, None] * left[None, :]
@@ -422,13 +395,12 @@ def omega_gradients(
         if MOMENTUM:
             m_back = table_of_decays(m_whole, m_rest, row, tokens, first, t, t, size, True, False)
             m_back = tl.where(there[:, None] & there[None, :], m_back, 0.0)
-            left_momentum = _left(m_whole, m_rest, row, tokens, first, t, last, there, size, True)
+            left_momentum = _left(m_whole, m_rest, row, tokens, first, t, last, size, True)
             d_write = tl.dot(d_write, m_back, input_precision=GATES_PRECISION)
             d_write -= in_momentum[:, None] * left_momentum[None, :]
             pushed = shares(
                 m_whole, m_rest, m_whole, m_rest, m_band, m_band, row, tokens, first, size,
-                window, t - 1,
-                keys, True, False, True, WINDOW, GATES_PRECISION, CHUNK,
+                window, t - 1, keys, True, False, True, WINDOW, GATES_PRECISION, CHUNK,
             )  # fmt: skip
             d_m = tl.sum(d_write * pushed, 0)
 
@@ -443,21 +415,21 @@ def omega_gradients(
                 tl.store(older_theta + of_row, d_m, mask=there)
         else:
             wide_q = tl.trans(qt).to(tl.float32)  # [D, CHUNK]
-            rate = _rate(whole, rest, row, tokens, first, seen, size, DECAY)
+            rate = load_rate(whole, rest, row, tokens, first, seen, size, DECAY)
             dq = rate[None, :] * from_state + tl.dot(
                 tl.trans(kt), d_scores, input_precision=PRECISION
             )
             # Gradients of A: of each read, of the last token through M; then of every token.
             d_rate = tl.sum(wide_q * from_state, 0)
             d_rate = tl.sum(d_rate[:, None] * back, 0) + left * state_state
-            d_alpha += d_rate * _rate(whole, rest, row, tokens, first, t - 1, size, DECAY)
+            d_alpha += d_rate * load_rate(whole, rest, row, tokens, first, t - 1, size, DECAY)
             if MOMENTUM:
-                dq += _carried(carry, row, tokens, first, seen, size)[None, :] * from_momentum
+                dq += load_carry(carry, row, tokens, first, seen, size)[None, :] * from_momentum
                 d_carry = tl.sum(wide_q * from_momentum, 0)
                 d_carry = tl.sum(d_carry[:, None] * back, 0) + left * momentum_state
-                d_alpha += d_carry * _carried(carry, row, tokens, first, t - 1, size)
+                d_alpha += d_carry * load_carry(carry, row, tokens, first, t - 1, size)
                 d_drop = tl.sum(d_carry[:, None] * m_back, 0) + left_momentum * momentum_momentum
-                d_m += d_drop * _rate(m_whole, m_rest, row, tokens, first, t - 1, size, True)
+                d_m += d_drop * load_rate(m_whole, m_rest, row, tokens, first, t - 1, size, True)
             if HALO > 0:
                 kt = load_older(
                     k, tail_k, tail_length, sequence, batch, head, heads, first, begin, window - 1,
@@ -504,14 +476,14 @@ def omega_gradients(
 
 
 @triton.jit
-def _left(whole, rest, row, tokens, first, t, last, there, size, DECAY: tl.constexpr):
-    """The decays behind each token of a chunk up to its last one."""
+def _left(whole, rest, row, tokens, first, t, last, size, DECAY: tl.constexpr):
+    """The decays behind each token t of a chunk up to its last one."""
+    there = t < size
     left = tl.where(there, 1.0, 0.0)
     if DECAY:
         w, r = load_sums(whole, rest, row, tokens, first, last, size)
         v, s = load_sums(whole, rest, row, tokens, first, t, size)
-        exponent = tl.where(there, (w - v).to(tl.float32) + (r - s), 0.0)
-        left = tl.where(there, tl.exp2(exponent), 0.0)
+        left = decays(there, w, r, v, s)
     return left
 
 

@@ -12,6 +12,7 @@ before s; a decay of 0 is a whole number so low that nothing is left.
 import triton
 import triton.language as tl
 
+SIZES = ("tokens", "heads", "sequences", "chunk", "chunks", "window")  # run-time, of every kernel
 ZERO = tl.constexpr(1 << 16)  # exponent of a decay of 0, beyond any sum of real ones
 
 
@@ -43,6 +44,38 @@ def place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED: tl.constexpr
         batch = sequence
     first = begin + number * chunk
     return sequence, batch, number, first, tl.minimum(chunk, end - first), begin
+
+
+@triton.jit
+def place_walk(
+    cu, tokens, heads, chunk, chunks, VALUES: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr
+):
+    """Of a program that walks along a sequence with V columns: its first column, head, sequence and
+    row of the batch; the sequence's first token, the one behind its last, its first slot and how
+    many it has.
+    """
+    blocks = tl.cdiv(VALUES, V)
+    v0 = tl.program_id(0) % blocks * V
+    head = tl.program_id(0) // blocks % heads
+    sequence = tl.program_id(0) // blocks // heads
+    batch = sequence
+    begin = tokens * 0
+    end = tokens
+    slot = sequence * chunks
+    if PACKED:
+        batch = begin
+        begin = tl.load(cu + sequence)
+        end = tl.load(cu + sequence + 1)
+        slot = begin // chunk + sequence
+    return v0, head, sequence, batch, begin, end, slot, tl.cdiv(end - begin, chunk)
+
+
+@triton.jit
+def state_cells(D: tl.constexpr, V: tl.constexpr, v0, WIDTH: tl.constexpr, VALUES: tl.constexpr):
+    """Places of a tile [D, V] in a state (D × Dv), and which of them exist."""
+    d = tl.arange(0, D)
+    e = v0 + tl.arange(0, V)
+    return d[:, None] * VALUES + e[None, :], (d < WIDTH)[:, None] & (e < VALUES)[None, :]
 
 
 @triton.jit
@@ -99,6 +132,23 @@ def load_sums(whole, rest, row, tokens, first, at, size):
     return tl.load(whole + where, mask=inside, other=0), tl.load(
         rest + where, mask=inside, other=0.0
     )
+
+
+@triton.jit
+def load_rate(whole, rest, row, tokens, first, at, size, DECAY: tl.constexpr):
+    """A at tokens `at` of a chunk; 1 in front of it."""
+    rate = tl.full(at.shape, 1.0, tl.float32)
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, at, size)
+        rate = tl.exp2(w.to(tl.float32) + r)
+    return rate
+
+
+@triton.jit
+def load_carry(carry, row, tokens, first, at, size):
+    """a at tokens `at` of a chunk; 0 in front of it."""
+    inside = (at >= 0) & (at < size)
+    return tl.load(carry + row.to(tl.int64) * tokens + first + at, mask=inside, other=0.0)
 
 
 @triton.jit

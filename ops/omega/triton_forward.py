@@ -10,29 +10,42 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from ..triton_runtime import padded
 from .eager import features
 from .op import OmegaShape, OmegaTensors
-from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, halo_of
+from .triton_spaces import (
+    HOPPER,
+    KERNELS,
+    OP,
+    SPACE_FWD,
+    TABLES,
+    TILE,
+    bucket,
+    halo_of,
+    tile_width,
+)
 
 GATE_HEADS = 8  # heads of a program of `omega_gates`
 MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
+# Warps of a program of `omega_tables`, without and with momentum.
+TABLES_WARPS = {False: 2, True: 4}
+READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 
 
 class Call:
-    """One call's tensors as the kernels take them, and its launches."""
+    """One call's tensors as the kernels take them, and its launches by a config of `space`."""
 
-    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
+    def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space = SPACE_FWD) -> None:
         self.shape = shape
         self.device = shape.device
-        self.config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
+        self.config = choose(space, bucket(shape), Device.of(shape.device))
         self.q, self.k = (
             last_contiguous(_features(shape, x, given.coefficients)) for x in (given.q, given.k)
         )
@@ -51,7 +64,7 @@ class Call:
         chunk = shape.chunk_size
         self.chunks = -(-shape.tokens // chunk)
         self.slots = shape.batch * self.chunks
-        if shape.packed:
+        if shape.packed and shape.batch > 0:
             self.slots = shape.tokens // chunk + shape.batch
         self.halo = halo_of(shape)
         rows = 1 if shape.packed else shape.batch
@@ -105,8 +118,8 @@ class Call:
         """A new fp32 tensor where one is needed."""
         return self.empty(*size) if needed else None
 
-    def gates(self) -> None:
-        """Everything that depends on gates alone."""
+    def gates(self, bounded: bool = False) -> None:
+        """Everything that depends on gates alone; `bounded`: also how large P is."""
         shape, gate = self.shape, self.gate
         decay, momentum = shape.decay, shape.momentum
         batch, heads, tokens = self.row
@@ -122,6 +135,7 @@ class Call:
             "m_rest": self.when(momentum, *self.row),
         }
         self.carry = self.when(momentum, *self.row)
+        self.bound = self.when(bounded, *self.row)
         band = (batch, heads, shape.window, tokens)
         self.sums |= {"band": self.empty(*band), "m_band": self.when(momentum, *band)}
         self.edges = {
@@ -137,6 +151,7 @@ class Call:
             "left": self.empty(*self.row),
             "push": self.when(momentum, *self.row),
             "by_push": self.when(momentum, *self.row),
+            "bound": self.bound,
             **self.edges,
             **self.sizes,
         }
@@ -145,6 +160,7 @@ class Call:
             "GATES": gate["window_gates"] is not None,
             **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
             "HEADS": GATE_HEADS,
+            "BOUND": bounded,
         }
         programs = self.slots * -(-heads // GATE_HEADS)
         kernel = (KERNELS, "omega_gates")
@@ -171,13 +187,7 @@ class Call:
         }
         state, velocity = self.empty(*last), self.when(shape.momentum, *last)
         config = self.config
-        starts = {
-            name: None if x is None else x.contiguous()
-            for name, x in (
-                ("initial_state", given.initial_state),
-                ("initial_momentum", given.initial_momentum),
-            )
-        }
+        starts = self.starts()
         arguments: dict[str, Any] = {
             "k": self.k,
             "v": self.v,
@@ -189,7 +199,6 @@ class Call:
             "state": state,
             "velocity": velocity,
             **self.sizes,
-            "slots": self.slots,
             **strides("k", self.k),
             **strides("v", self.v),
         }
@@ -241,6 +250,123 @@ class Call:
         kernel, launched = (KERNELS, "omega_reads"), Config.make(config["READ_WARPS"], 1)
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
         return y
+
+    def scan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """y and what `chain` returns second and third, by the kernels for Hopper."""
+        shape, given, config = self.shape, self.given, self.config
+        tables = self.tables()
+        last = (shape.batch, shape.heads, shape.wide, shape.values)
+        y = empty(given.v.shape, dtype=shape.dtype, device=self.device)
+        if shape.packed:
+            y.zero_()
+        state, velocity = self.empty(*last), self.when(shape.momentum, *last)
+        arguments: dict[str, Any] = self.tiles(
+            "q", "k", "v", "k_older", "v_older", "tail_k", "tail_v"
+        )
+        for name, table in (("shares", "shares_own"), ("shares_older", "shares_older")):
+            x = tables[table]
+            arguments[name] = None if x is None else self.matrix(x.view(-1, x.shape[-1]))
+        starts = self.starts()
+        arguments |= {
+            "tail_length": self.older["tail_length"],
+            "cu": given.cu_seqlens,
+            **self.edges,
+            **{name: tables[name] for name in ("rates", "carries", "scales")},
+            **starts,
+            "y": y,
+            "state": state,
+            "velocity": velocity,
+            **self.scan_sizes(),
+        }
+        constants = {
+            name: self.flags[name]
+            for name in (
+                "DOT", "MOMENTUM", "PACKED", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES"
+            )
+        } | {
+            "INITIAL": starts["initial_state"] is not None,
+            "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
+            "D": tile_width(shape.wide),
+            "STAGES": config.num_stages,
+            "SLOTS": config["SLOTS"],
+            "READ_REGISTERS": READ_REGISTERS,
+        }  # fmt: skip
+        programs = shape.batch * shape.heads * -(-shape.values // TILE)
+        runtime.launch(
+            OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
+        )
+        return y, state, velocity
+
+    def tiles(self, *names: str) -> dict[str, Any]:
+        """Descriptors of tensors of the call, for the kernels that take tiles of TILE tokens; None
+        of those that it has not. `_older`: in tiles of as many older tokens as a chunk sees.
+        """
+        width = tile_width(self.shape.wide)
+        found: dict[str, Any] = {}
+        for name in names:
+            older, tail = name.endswith("_older"), name.startswith("tail_")
+            of_tail = self.older[name] if tail and self.flags["TAIL"] else None
+            x = of_tail if tail else getattr(self, name.removesuffix("_older"))
+            if x is None or (older and self.halo == 0):
+                found[name] = None
+                continue
+            x = x if self.aligned(x) else x.clone(memory_format=torch.contiguous_format)
+            rows = self.halo if older or tail else TILE
+            columns = width if "q" in name or "k" in name else TILE
+            found[name] = runtime.head_tiles(x, rows, columns, gluon=True)
+        return found
+
+    @staticmethod
+    def matrix(x: torch.Tensor) -> Any:
+        """A descriptor of a matrix, in tiles of TILE whole rows."""
+        return runtime.matrix_tiles(x, TILE, x.shape[1], gluon=True)
+
+    def scan_sizes(self) -> dict[str, int]:
+        """The numbers that walks along a sequence take."""
+        sizes = {name: self.sizes[name] for name in ("tokens", "heads", "chunks")}
+        return sizes | {"older": self.shape.window - 1}
+
+    def tables(self) -> dict[str, torch.Tensor | None]:
+        """What depends on gates alone, of every query of every chunk."""
+        shape = self.shape
+        each = (self.slots, shape.heads, TILE)
+        half = {"dtype": torch.float16}
+        tables = {
+            "shares_own": self.empty(*each, TILE, **half),
+            "shares_older": self.empty(*each, self.halo, **half) if self.halo else None,
+            "rates": self.empty(*each),
+            "carries": self.when(shape.momentum, *each),
+            "scales": self.empty(*each),
+        }
+        arguments: dict[str, Any] = {
+            "cu": self.given.cu_seqlens,
+            **self.sums,
+            "carry": self.carry,
+            "bound": self.bound,
+            **tables,
+            **self.sizes,
+        }
+        constants = {
+            "DECAY": shape.decay,
+            "BEFORE": shape.read_before,
+            "WINDOW": known_window(shape),
+            "PRECISION": self.gates_precision,
+            **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
+            "LAGS": 1 << (shape.window - 2).bit_length() if shape.window > 1 else 0,
+        }
+        programs = self.slots * shape.heads
+        kernel = (TABLES, "omega_tables")
+        launched = Config.make(TABLES_WARPS[shape.momentum], 1, "fma")
+        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        return tables
+
+    def starts(self) -> dict[str, torch.Tensor | None]:
+        """Initial state and momentum."""
+        given = self.given
+        starts = {
+            "initial_state": given.initial_state, "initial_momentum": given.initial_momentum
+        }  # fmt: skip
+        return {name: None if x is None else x.contiguous() for name, x in starts.items()}
 
 
 def _features(

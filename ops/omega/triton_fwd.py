@@ -12,21 +12,25 @@ import triton
 import triton.language as tl
 
 from .triton_chunks import (
+    SIZES,
     ZERO,
+    load_carry,
     load_older,
+    load_rate,
     load_rows,
-    load_sums,
     place_chunk,
+    place_walk,
     shares,
+    state_cells,
 )
 
-GATES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
+GATES_RUNTIME = SIZES
 CHAIN_RUNTIME = (
-    *GATES_RUNTIME, "slots",
+    *SIZES,
     "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
 )  # fmt: skip
 READS_RUNTIME = (
-    *GATES_RUNTIME, "stride_qb", "stride_qt", "stride_qh",
+    *SIZES, "stride_qb", "stride_qt", "stride_qh",
     "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
 )  # fmt: skip
 
@@ -40,6 +44,12 @@ def _product(a, b):
 def _line(slope, offset, next_slope, next_offset):
     """One after the other: x → slope·x + offset."""
     return next_slope * slope, next_slope * offset + next_offset
+
+
+@triton.jit
+def _decayed(slope, bound, next_slope, next_bound):
+    """One after the other: x → max(slope·x, bound)."""
+    return next_slope * slope, tl.maximum(next_slope * bound, next_bound)
 
 
 @triton.jit
@@ -58,19 +68,19 @@ def _logarithm(x):
 @triton.jit(do_not_specialize=GATES_RUNTIME)
 def omega_gates(
     step, decay, momentum, window_gates, cu,
-    whole, rest, m_whole, m_rest, carry, left, push, by_push, band, m_band, writes, pushes,
+    whole, rest, m_whole, m_rest, carry, left, push, by_push, band, m_band, bound, writes, pushes,
     ends,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
     DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, HEADS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """One slot of HEADS heads. Gates come as (B, T, H[, window]), results as (B, H[, window], T).
 
     carry: a. left: what of a token's M is in M at the chunk's end, push and by_push: of its S in S
-    and in M. band, m_band: P and U of a token and of the key `lag` before it. writes, pushes
-    (slots, H, HALO + CHUNK): P and U of the last token, of the older keys first. ends (slots, H,
-    3): A, a and B of the last token.
+    and in M. band, m_band: P and U of a token and of the key `lag` before it. bound: with BOUND,
+    what no P of a token is larger than. writes, pushes (slots, H, HALO + CHUNK): P and U of the
+    last token, of the older keys first. ends (slots, H, 3): A, a and B of the last token.
     """
     slot = tl.program_id(0) // tl.cdiv(heads, HEADS)
     h = tl.program_id(0) % tl.cdiv(heads, HEADS) * HEADS + tl.arange(0, HEADS)  # [HEADS]
@@ -121,6 +131,7 @@ def omega_gates(
         tl.store(by_push + out, both - remaining, mask=here)
 
     s = tl.load(step + at, mask=here, other=0.0)
+    largest = tl.zeros([CHUNK, HEADS], tl.float32)
     lag = window * 0
     while lag < window:
         w = s / window
@@ -131,15 +142,24 @@ def omega_gates(
         if MOMENTUM:
             w += m * tl.load(m_band + (to - tokens - 1), mask=ok, other=0.0)
             tl.store(m_band + to, w, mask=here)
+            largest = tl.maximum(largest, tl.abs(w))
         w += a * tl.load(band + (to - tokens - 1), mask=ok, other=0.0)
         tl.store(band + to, w, mask=here)
+        if not MOMENTUM:
+            largest = tl.maximum(largest, tl.abs(w))
         tl.debug_barrier()  # other threads' numbers are read in the next turn
         lag += 1
+    if BOUND:
+        if MOMENTUM:
+            _, largest = tl.associative_scan((m, largest), 0, _decayed)
+            _, largest = tl.associative_scan((a, largest), 0, _line)
+        else:
+            _, largest = tl.associative_scan((a, largest), 0, _decayed)
+        tl.store(bound + out, largest, mask=here)
     place = (slot * heads + h).to(tl.int64)[None, :] * (HALO + CHUNK) + HALO
     _store_last(
-        left, push, by_push, band, m_band, writes, pushes, row, place, known, t, first, size,
-        tokens,
-        window, MOMENTUM,
+        left, push, by_push, band, m_band, writes, pushes, row, place, known,
+        t, first, size, tokens, window, MOMENTUM,
     )  # fmt: skip
     if HALO > 0:
         _store_last(
@@ -174,14 +194,6 @@ def _store_last(
 
 
 @triton.jit
-def state_cells(D: tl.constexpr, V: tl.constexpr, v0, WIDTH: tl.constexpr, VALUES: tl.constexpr):
-    """Places of a tile [D, V] in a state (D × Dv), and which of them exist."""
-    d = tl.arange(0, D)
-    e = v0 + tl.arange(0, V)
-    return d[:, None] * VALUES + e[None, :], (d < WIDTH)[:, None] & (e < VALUES)[None, :]
-
-
-@triton.jit
 def _written(
     k, v, state, write, push, DOT: tl.constexpr, MOMENTUM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +214,7 @@ def omega_chain(
     k, v, tail_k, tail_v, tail_length, cu, writes, pushes, ends, initial_state, initial_momentum,
     states, momenta, states_low, momenta_low, state, velocity,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
-    window: tl.int32, slots: tl.int32,
+    window: tl.int32,
     stride_kb: tl.int64, stride_kt: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vt: tl.int64, stride_vh: tl.int64,
     DOT: tl.constexpr, MOMENTUM: tl.constexpr, INITIAL: tl.constexpr,
@@ -218,20 +230,9 @@ def omega_chain(
     (N, H, D, Dv), fp32: after the last token. Small loads are made a chunk ahead: each would else
     be waited for between one product and the next.
     """
-    blocks = tl.cdiv(VALUES, V)
-    v0 = tl.program_id(0) % blocks * V
-    head = tl.program_id(0) // blocks % heads
-    sequence = tl.program_id(0) // blocks // heads
-    batch = sequence
-    begin = tokens * 0
-    slot0 = sequence * chunks
-    end = tokens
-    if PACKED:
-        batch = begin
-        begin = tl.load(cu + sequence)
-        end = tl.load(cu + sequence + 1)
-        slot0 = begin // chunk + sequence
-    count = tl.cdiv(end - begin, chunk)
+    v0, head, sequence, batch, begin, end, slot0, count = place_walk(
+        cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
+    )
     cells, inside = state_cells(D, V, v0, WIDTH, VALUES)
     own = (sequence.to(tl.int64) * heads + head) * (WIDTH * VALUES)
     M = tl.zeros([D, V], tl.float32)
@@ -386,12 +387,10 @@ def omega_reads(
         M = tl.load(states + at + cells, mask=inside, other=0.0)
         read = tl.dot(qt, M, input_precision=PRECISION)  # [CHUNK, V]
         if DECAY:
-            w, r = load_sums(whole, rest, row, tokens, first, seen, size)
-            read *= tl.exp2(w.to(tl.float32) + r)[:, None]
+            read *= load_rate(whole, rest, row, tokens, first, seen, size, DECAY)[:, None]
         if MOMENTUM:
             S = tl.load(momenta + at + cells, mask=inside, other=0.0)
-            before = (seen >= 0) & there
-            a = tl.load(carry + row.to(tl.int64) * tokens + first + seen, mask=before, other=0.0)
+            a = load_carry(carry, row, tokens, first, seen, size)
             read += a[:, None] * tl.dot(qt, S, input_precision=PRECISION)
         kt = load_rows(
             k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, D, ALIGNED

@@ -10,11 +10,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
+from .. import triton_runtime as runtime
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
 KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
+TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
+HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
+HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
+TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
 # With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
@@ -33,6 +38,7 @@ class Bucket(NamedTuple):
         halo: older tokens that a chunk sees, padded; 0 without any.
         momentum: whether there is a second state.
         heads: of all sequences, rounded up to a power of two.
+        tiled: whether bulk copies can bring tiles of TILE tokens, one a chunk.
     """
 
     size: int
@@ -42,6 +48,7 @@ class Bucket(NamedTuple):
     halo: int
     momentum: bool
     heads: int
+    tiled: bool = False
 
 
 def halo_of(shape: OmegaShape) -> int:
@@ -59,6 +66,27 @@ def bucket(shape: OmegaShape) -> Key:
         halo_of(shape),
         shape.momentum,
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
+        _tiled(shape),
+    )
+
+
+def tile_width(width: int) -> int:
+    """Columns of a tile of the Hopper kernel."""
+    return max(TILE, padded(width))
+
+
+def _tiled(shape: OmegaShape) -> bool:
+    own = TILE * shape.batch  # what the last chunks of sequences may add
+    tokens = shape.tokens if shape.packed else shape.batch * shape.tokens
+    # Of the largest matrix of tiles, whose rows have 32 bits.
+    rows = (tokens + own) * shape.heads * max(1, -(-shape.values // TILE))
+    return (
+        shape.aligned
+        and shape.chunk_size == TILE
+        and shape.dtype.itemsize == 2
+        and shape.wide % 8 == shape.values % 8 == 0
+        and 0 < rows < 2**31
+        and min(shape.tokens, shape.wide, shape.values) > 0
     )
 
 
@@ -87,8 +115,54 @@ def _columns(config: Config, bucket: Bucket, warps: str, *parallel: str) -> str 
     return None
 
 
+def _not_hopper(bucket: Bucket, device: Device) -> str | None:
+    """None, or why the Gluon kernels cannot run."""
+    if device.capability != 90:
+        return f"is written for sm_90, this is {device.arch}"
+    if not runtime.has_gluon():
+        return "is written in Gluon, which needs Triton 3.6 or newer"
+    if not bucket.tiled or bucket.halo > TILE_HALO:
+        return (
+            f"serves aligned 16-bit tensors in chunks of {TILE}, with windows up to {TILE_HALO + 1}"
+        )
+    return None
+
+
+def _room(shared: int, device: Device) -> str | None:
+    """None, or why that many bytes of shared memory and those of barriers do not fit."""
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
+def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
+    width, older = tile_width(bucket.width), bucket.halo
+    if bucket.momentum and width > TILE:
+        return f"has registers for a momentum of rows up to {TILE}"
+    tile = TILE * (2 * width + 2 * TILE) + older * (width + 2 * TILE)
+    left = TILE * (width * (1 + bucket.momentum) + TILE + older)
+    return _room(2 * (config.num_stages * tile + config["SLOTS"] * left), device)
+
+
+def _fits_hopper_bwd(config: Config, bucket: Bucket, device: Device) -> str | None:
+    width, older = tile_width(bucket.width), bucket.halo
+    if bucket.momentum:
+        return "has no momentum"
+    keys = TILE + older
+    tile = TILE * (width + TILE) + keys * (width + TILE)
+    left = TILE * (2 * width + 2 * keys)
+    walk = 2 * (config.num_stages * tile + config["SLOTS"] * left)
+    rows = TILE * width + keys * (width + TILE)
+    block = TILE * (TILE + 3 * width + 2 * keys)
+    stages = config["CHUNKS"] if width == TILE else 1
+    chunks = 2 * (stages * rows + config["RING"] * block + TILE * keys)
+    return _room(max(walk, chunks), device)
+
+
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
+    if config.get("HOPPER"):
+        return _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
@@ -108,18 +182,22 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     return None
 
 
-def _default(key: Key, device: Device) -> Config:
-    """The widest columns of a walk that still leave no multiprocessor without one."""
+def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
+    """The kernel for Hopper; or the widest columns of a walk that still leave no multiprocessor
+    without one, then those of the other kernels.
+    """
     bucket = Bucket(*key)
-    fitting = SPACE_FWD.fitting(key, device)
+    fitting = space.fitting(key, device)
     if not fitting:
-        raise ValueError(f"{OP}/fwd: no config fits {bucket} on {device.arch}")
+        raise ValueError(f"{space.op}/{space.pass_}: no config fits {bucket} on {device.arch}")
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["CHAIN_V"])
         full = programs >= 0.75 * device.multiprocessors
-        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["READ_V"]
+        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
+    if fitting[0].get("HOPPER"):
+        return fitting[0]
     return max(fitting, key=worth)
 
 
@@ -127,11 +205,19 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
     return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
-SPACE_FWD = Space(
+def _hopper(stages: int, slots: int) -> Config:
+    """A config of `hopper_fwd`: its 4 warps walk, the others join in."""
+    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
+
+
+SPACE_FWD: Space = Space(
     op=OP,
     pass_="fwd",
     backend="triton",
     configs=(
+        _hopper(2, 3),
+        _hopper(3, 2),
+        _hopper(2, 2),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
@@ -143,13 +229,15 @@ SPACE_FWD = Space(
     ),
     fits=_fits,
     bucket=bucket,
-    default=_default,
-    sources=(KERNELS, f"{PACKAGE}.triton_chunks"),
+    default=lambda key, device: _default(SPACE_FWD, key, device, "READ_V"),
+    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, HOPPER),
 )
 
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
+    if config.get("HOPPER"):
+        return _not_hopper(bucket, device) or _fits_hopper_bwd(config, bucket, device)
     reason = _columns(config, bucket, "WARPS", "PULL_V", "VALUES_V")
     if reason is not None:
         return reason
@@ -169,20 +257,6 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     return None
 
 
-def _default_bwd(key: Key, device: Device) -> Config:
-    bucket = Bucket(*key)
-    fitting = SPACE_BWD.fitting(key, device)
-    if not fitting:
-        raise ValueError(f"{OP}/bwd: no config fits {bucket} on {device.arch}")
-
-    def worth(config: Config) -> tuple[bool, int, int]:
-        programs = bucket.heads * -(-bucket.values // config["CHAIN_V"])
-        full = programs >= 0.75 * device.multiprocessors
-        return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config["PULL_V"]
-
-    return max(fitting, key=worth)
-
-
 def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps: int = 4) -> Config:
     return Config.make(
         4, stages, "wgmma", CHAIN_V=chain_v, PULL_V=columns, PULL_WARPS=pull_warps,
@@ -190,11 +264,18 @@ def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps:
     )  # fmt: skip
 
 
-SPACE_BWD = Space(
+def _hopper_bwd(stages: int, slots: int, chunks: int) -> Config:
+    """A config of `hopper_bwd` and `hopper_gradients`: 4 warps of each are its first role."""
+    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots, CHUNKS=chunks, RING=2)
+
+
+SPACE_BWD: Space = Space(
     op=OP,
     pass_="bwd",
     backend="triton",
     configs=(
+        _hopper_bwd(2, 2, 2),
+        _hopper_bwd(3, 2, 2),
         _config_bwd(16, 2, 16, NARROW_WARPS, NARROW_WARPS),
         _config_bwd(16, 2, 64, 8),
         _config_bwd(32, 2, 32, NARROW_WARPS, NARROW_WARPS),
@@ -205,6 +286,15 @@ SPACE_BWD = Space(
     ),
     fits=_fits_bwd,
     bucket=bucket,
-    default=_default_bwd,
-    sources=(KERNELS, KERNELS_BWD, f"{PACKAGE}.triton_chunks"),
+    default=lambda key, device: _default(SPACE_BWD, key, device, "PULL_V"),
+    sources=(
+        KERNELS,
+        KERNELS_BWD,
+        f"{PACKAGE}.triton_chunks",
+        TABLES,
+        GATES_BACK,
+        HOPPER,
+        HOPPER_BWD,
+        HOPPER_GRADIENTS,
+    ),
 )

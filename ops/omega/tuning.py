@@ -126,41 +126,49 @@ SPACES = (SPACE_FWD, SPACE_BWD)
 
 # ---- compile reports ----------------------------------------------------------------------------
 
-# Every config that fits one of these widths is compiled; the narrow ones have configs of their own.
-WIDTHS = (64, 128, 32, 16)
-# What the default configs are compiled for beside that, at the first width.
+# What default configs are compiled for. Packed sequences, with all that a call may carry, and
+# momentum have the loads of both, so neither comes alone.
 _VARIANTS: tuple[dict[str, Any], ...] = (
-    {"momentum": True},
+    {},
+    {"width": 128},
+    {"momentum": True, "packed": True, "batch": 3},
     {"chunk_size": 16},
-    {"packed": True, "batch": 3},
     {"dtype": torch.float32},
 )
+# Any other is compiled for the first of these widths that it serves. Narrow ones have configs of
+# their own.
+WIDTHS = (64, 16, 32, 128)
 # Bytes of stack that a kernel may use on targets with wgmma and on others: values around its loops,
 # and tables of two tokens beside each other. By the padded width, or what weighs more than that;
 # all others must not spill.
 MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
+    ("scan", "momentum"): (40, 0),
+    ("states", 128): (8, 0),
+    ("scan_back", 128): (32, 0),
+    ("chunk_gradients", 128): (120, 0),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
+    ("chain", "momentum"): (0, 64),
     ("chain", "fp32"): (0, 128),
     ("reads", 16): (0, 16),
     ("reads", 32): (160, 208),
-    ("reads", 64): (0, 80),
+    ("reads", 64): (0, 32),
     ("reads", 128): (32, 9472),
-    ("reads", "momentum"): (192, 1088),
+    ("reads", "momentum"): (256, 7488),
     ("reads", "fp32"): (576, 13440),
     ("pull", 16): (0, 112),
-    ("pull", 32): (128, 80),
+    ("pull", 32): (0, 48),
     ("pull", 64): (0, 480),
     ("pull", 128): (0, 1472),
-    ("pull", "momentum"): (192, 6592),
+    ("pull", "momentum"): (144, 6464),
     ("pull", "fp32"): (576, 3264),
     ("chain_back", 128): (64, 640),
     ("chain_back", "fp32"): (0, 64),
     ("gradients", 16): (1024, 768),
-    ("gradients", 32): (1728, 1728),
+    ("gradients", 32): (1760, 1760),
     ("gradients", 64): (832, 1984),
     ("gradients", 128): (2368, 9280),
-    ("gradients", "momentum"): (2560, 19904),
+    ("gradients", "momentum"): (2496, 19904),
     ("gradients", "fp32"): (6208, 8064),
     ("gradients of older keys", 32): (32, 0),
     ("gradients of older keys", 64): (256, 192),
@@ -174,9 +182,9 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every kernel of every config that fits the target, in chunks of 64 and with a window of 4.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. Default configs are compiled for some other rules, too; a kernel of
-    forward that backward launches again, only there. `quick` keeps the default configs of the first
-    width.
+    what a call would compile. Default configs are compiled for `_VARIANTS`, any other for the first
+    width that it serves; a kernel of forward that backward launches again, only there. `quick`
+    keeps the first variant.
     """
     cases: dict[tuple[Config, str], CompileCase] = {}
     before: set[str] = set()
@@ -194,25 +202,27 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
 def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
     """Configs, and what each is compiled for."""
-    shape = _compile_shape(WIDTHS[0])
-    key = space.bucket(shape)
-    default = space.default(key, device)
-    yield default, shape
+    served: set[Config] = set()
+    for rules in _VARIANTS[:1] if quick else _VARIANTS:
+        for aligned in (True, False):  # one in a kernel for Hopper, one in kernels for all calls
+            shape = _compile_shape(aligned=aligned, **rules)
+            key = space.bucket(shape)
+            if space.fitting(key, device):
+                default = space.default(key, device)
+                served.add(default)
+                yield default, shape
     if quick:
         return
     for width in WIDTHS:
         shape = _compile_shape(width)
         for config in space.fitting(space.bucket(shape), device):
-            yield config, shape
-    for rules in _VARIANTS:
-        shape = replace(_compile_shape(WIDTHS[0]), **rules)
-        key = space.bucket(shape)
-        if space.fitting(key, device):
-            yield space.default(key, device), shape
+            if config not in served:
+                yield config, shape
+            served.add(config)
 
 
-def _compile_shape(width: int) -> OmegaShape:
-    return OmegaShape(
+def _compile_shape(width: int = WIDTHS[0], **rules: Any) -> OmegaShape:
+    shape = OmegaShape(
         batch=4,
         tokens=8192,
         heads=16,
@@ -229,6 +239,7 @@ def _compile_shape(width: int) -> OmegaShape:
         packed=False,
         read_before=False,
     )
+    return replace(shape, **rules)
 
 
 def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> list[CompileCase]:
@@ -258,6 +269,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
         CompileCase(
             OP, space.pass_, config, source,
             matrix=_matrix(source), max_stack=_max_stack(source, shape, wgmma),
+            serial=source.name == "omega_gradients",  # seen where it spills
         )
         for source in sources
         if isinstance(source, KernelSource)
@@ -266,7 +278,10 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    if source.name in ("omega_gates", "omega_edges"):
+    scalar = ("omega_gates", "omega_edges", "omega_gates_back")
+    if source.name in scalar or (
+        source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
+    ):
         return "fma"
     older = source.constexprs.get("OLDER", False)
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST

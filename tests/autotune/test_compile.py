@@ -183,6 +183,7 @@ def test_problem_passes_a_good_report():
     single = dataclasses.replace(product(), signature={"a": "*fp32", "b": "*fp32", "c": "*fp32"})
     assert report_.problem(case(single), changed(matrix="fma"), "sm_90") is None
     assert report_.problem(case(single), changed(serial=True), "sm_90") is None
+    assert report_.problem(case(serial=True), changed(serial=True), "sm_90") is None
 
 
 @pytest.mark.parametrize(

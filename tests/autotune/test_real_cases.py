@@ -18,6 +18,7 @@ import torch
 from fastweights.autotune.compile import CompileCase, CudaSource, target_device
 from fastweights.autotune.space import assume_device
 from fastweights.ops.newton_schulz import tuning as newton_schulz
+from fastweights.ops.omega import tuning as omega
 from fastweights.ops.polar_attention import tuning as polar
 from fastweights.ops.polar_attention.triton_spaces import block_d
 from fastweights.ops.polynomial import tuning as polynomial
@@ -33,7 +34,7 @@ import pickle, sys
 from fastweights.autotune.cases import tuning_of
 cases = {
     (op, target, quick): tuning_of(op).compile_cases(target, quick)
-    for op in ("newton_schulz", "polar_attention", "polynomial")
+    for op in ("newton_schulz", "omega", "polar_attention", "polynomial")
     for target in sys.argv[2:]
     for quick in (False, True)
 }
@@ -54,7 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, bool
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", ["newton_schulz", "polar_attention", "polynomial"])
+@pytest.mark.parametrize("op", ["newton_schulz", "omega", "polar_attention", "polynomial"])
 def test_the_quick_cases_are_some_of_all(cases: Any, op: str, target: str) -> None:
     quick, every = (
         {(case.config.name, repr(case.source)) for case in cases[op, target, short]}
@@ -189,3 +190,51 @@ def test_tall_matrices_are_compiled_once_a_kernel(cases: Any) -> None:
     assert {kernel for kernel, times in tall.items() if times} == once
     assert max(tall.values()) == 1
     assert {("fwd", 128, 256), ("fwd", 16, 1024), ("bwd", 64, 256)} <= ragged
+
+
+OMEGA = {
+    "fwd": ("omega_gates", "omega_chain", "omega_reads"),
+    "bwd": (
+        "omega_chain", "omega_pull", "omega_chain_back", "omega_gradients",
+        "omega_gradients of older keys", "omega_edges",
+    ),
+}  # fmt: skip
+
+
+def omega_kernel(case: CompileCase) -> str:
+    older = case.source.constexprs.get("OLDER")
+    return case.source.name + (" of older keys" if older else "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_omega_config_is_compiled_with_each_of_its_kernels(cases: Any, target: str) -> None:
+    """The gates of a backward are those of its forward. Kernels for Hopper are on Hopper alone."""
+    found = defaultdict(set)
+    for case in cases["omega", target, False]:
+        found[case.pass_, case.config].add(omega_kernel(case))
+    wanted = {
+        (space.pass_, config)
+        for space in omega.SPACES
+        for config in space.configs
+        if target == "sm_90" or not config.get("HOPPER")
+    }
+    assert found.keys() == wanted
+    for (pass_, config), kernels in found.items():
+        assert config.get("HOPPER") or kernels == set(OMEGA[pass_])
+
+
+def test_default_omega_configs_are_compiled_for_the_rules_that_differ_most(cases: Any) -> None:
+    names = ("MOMENTUM", "PACKED", "TAIL", "CHUNK", "D")
+    plain = (False, False, False, 64, 64)
+    by_kernel = defaultdict(set)
+    for case in cases["omega", "sm_90", False]:
+        constants = case.source.constexprs
+        if omega_kernel(case) in OMEGA["bwd"][:-1] and constants["D"] >= 64:
+            size = 2 if case.source.half_precision else 4
+            rules = tuple(constants[name] for name in names)
+            by_kernel[(case.pass_, omega_kernel(case), size)].add(rules)
+    assert by_kernel.keys() >= {("bwd", name, 4) for name in OMEGA["bwd"][:-1]}
+    for (_, _, size), found in by_kernel.items():
+        others = {(True, True, True, 64, 64), (False, False, False, 16, 64)}
+        others.add((False, False, False, 64, 128))
+        assert found == ({plain} if size == 4 else {plain, *others})

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastweights.autotune import Device, cases, check, space, sweep, tables
+from fastweights import ops
+from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
+from fastweights.ops import dispatch
 from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
 from fastweights.ops.polar_attention import tuning as polar
@@ -42,6 +44,14 @@ def test_tuning_files_keep_the_protocol(name: str) -> None:
         assert first != second
         for small in problem.checks:
             assert small.functions == problem.functions
+
+
+@pytest.mark.parametrize("name", TUNINGS)
+def test_spaces_bear_the_name_of_a_public_function(name: str) -> None:
+    """By which `show` finds them."""
+    for found in TUNINGS[name].SPACES:
+        assert getattr(ops, found.op) in dispatch.public()
+        assert found in cli.spaces_of(found.op)
 
 
 RECORD = """

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from fastweights.autotune.tables import Rejected, Row, Table
 from fastweights.ops import cache, cuda_runtime
 from fastweights.ops.newton_schulz import cuda_spaces, triton_large
 from fastweights.ops.newton_schulz import triton_spaces as newton_schulz
+from fastweights.ops.omega import triton_spaces as omega
 from fastweights.ops.polar_attention import triton_spaces as polar
 
 BIG, MIDDLE, SMALL = (Config.make(BLOCK=block) for block in (128, 64, 32))
@@ -540,3 +542,29 @@ def test_auto_takes_the_backend_that_was_measured_faster(
     # Backward was not measured: the order stands.
     backward = ops.dispatch.resolve(package, replace(shape, backward=True), "auto")
     assert backward.__name__.endswith(".cuda")
+
+
+def test_auto_finds_the_rows_of_a_function_that_is_not_called_as_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fastweights import ops
+
+    spaces = {
+        name: replace(omega.SPACE_FWD, backend=name, sources=()) for name in ("cuda", "triton")
+    }
+    backends = {
+        name: SimpleNamespace(supports=lambda shape, arch: None, SPACE_FWD=found)
+        for name, found in spaces.items()
+    }
+    monkeypatch.setattr(ops.dispatch, "implementation", lambda package, name: backends.get(name))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: GPU))
+    x = torch.randn(1, 8, 2, 16)
+    call = {"q": x, "k": x, "v": x, "step": x[..., 0]}
+    assert ops.explain(ops.omega_memory, **call).backend == "cuda"
+    _, shape = ops.dispatch.planned(ops.omega_memory, **call)
+    key = omega.SPACE_FWD.bucket(shape)
+    config = omega.SPACE_FWD.default(key, GPU)
+    for name, ms in (("cuda", 1.0), ("triton", 0.5)):
+        changes = {"op": omega.SPACE_FWD.op, "backend": name, "default": config.name}
+        own(row(config, key, times={config.name: ms}, **changes))
+    assert ops.explain(ops.omega_memory, **call).why == "measured faster than cuda"

@@ -211,6 +211,27 @@ def test_gradients_of_pieces(case: Case) -> None:
         assert gap <= 1e-11 * max(1.0, float(x.double().norm())), (name, gap)
 
 
+@pytest.mark.parametrize("degree", [None, 2])
+def test_gradients_pass_by_rows_of_a_tail_that_do_not_exist(degree: int | None) -> None:
+    """They may hold NaN, from which not even a product with 0 is formed."""
+    case = Case(3, 9, window=4, chunk_size=4, carried=True, degree=degree)
+    given = case.arguments(0, WIDE, CPU)
+    dirty = {name: given[name].clone() for name in ("tail_k", "tail_v")}
+    nothing = torch.arange(case.window - 1) < case.window - 1 - given["tail_length"][:, None]
+    assert nothing.any()
+    for x in dirty.values():
+        x[nothing] = torch.nan
+
+    def cut_up(**given: Any) -> tuple[torch.Tensor, ...]:
+        y, left = in_pieces(case, given, (2,))
+        return y, left.state
+
+    wanted = contracts.forward_backward(cut_up, given)
+    got = contracts.forward_backward(cut_up, given | dirty)
+    oracle.assert_bit_equal(got, wanted)
+    assert wanted["d initial_state"].isfinite().all()
+
+
 # ---- what a call leaves alone -------------------------------------------------------------------
 
 

@@ -1,0 +1,191 @@
+"""Launches of the backward for Hopper.
+
+Nothing of forward is saved: the walk is taken again, and leaves what it read along the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...autotune.space import Config, Device
+from .. import triton_runtime as runtime
+from .triton_backward import Backward
+from .triton_spaces import GATES_BACK, HOPPER_BWD, HOPPER_GRADIENTS, OP, TILE, tile_width
+
+MIX_REGISTERS = 120  # of a thread of a warpgroup that mixes, in `omega_scan_back`
+KEYS_REGISTERS = 240  # of one that serves keys, in `omega_chunk_gradients`
+GATES_BACK_HEADS = 4  # of a program of `omega_gates_back`
+GATES_BACK_CONFIG = Config.make(1, 1, "fma")
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+class HopperBackward(Backward):
+    """One call's gradients, kernel after kernel."""
+
+    def gradients(self) -> tuple[Any, ...]:
+        """Of the first `DIFFERENTIABLE` tensors of a call, None where there is no tensor."""
+        shape = self.shape
+        self.gates(bounded=True)
+        tables = self.tables()
+        self.width = tile_width(shape.wide)
+        self.blocks = -(-shape.values // TILE)
+        rows = self.slots * shape.heads * self.blocks * TILE
+        kept = self._matrices(
+            rows, states=self.width, lost=self.width, errors=TILE, errors_older=self.halo
+        )
+        self._states(kept)
+        d_kept = self._matrices(rows, d_states=self.width, d_errors=TILE, d_errors_older=self.halo)
+        d_initial = self._scan_back(tables, d_kept)
+        return self._of_chunks_by_tiles(tables, kept | d_kept, d_initial)
+
+    def _matrices(self, rows: int, **columns: int) -> Tensors:
+        return {
+            name: self.empty(rows, n, dtype=self.shape.dtype) if n else None
+            for name, n in columns.items()
+        }
+
+    def _of_matrices(self, matrices: Tensors) -> dict[str, Any]:
+        return {name: None if x is None else self.matrix(x) for name, x in matrices.items()}
+
+    def _tables_of(self, tables: Tensors) -> dict[str, Any]:
+        own, older = tables["shares_own"], tables["shares_older"]
+        flat = {
+            name: None if x is None else x.view(-1, x.shape[-1])
+            for name, x in (("shares", own), ("shares_older", older))
+        }
+        return self._of_matrices(flat)
+
+    def _flags(self, *names: str) -> dict[str, Any]:
+        return {name: self.flags[name] for name in ("DOT", "PACKED", *names)} | {
+            "TAIL": self.flags["TAIL"],
+            "LENGTHS": self.flags["LENGTHS"],
+            "HALO": self.halo,
+            "D": self.width,
+            "WIDTH": self.shape.wide,
+            "VALUES": self.shape.values,
+        }
+
+    def _states(self, kept: Tensors) -> None:
+        """M at the begin of each chunk, and R."""
+        initial = self.starts()["initial_state"]
+        arguments: dict[str, Any] = {
+            **self.tiles("k", "v", "k_older", "v_older", "tail_k", "tail_v"),
+            "tail_length": self.older["tail_length"],
+            "cu": self.given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "ends": self.edges["ends"],
+            "initial_state": initial,
+            **self._of_matrices(kept),
+            **self.scan_sizes(),
+        }
+        constants = self._flags() | {
+            "INITIAL": initial is not None,
+            "STAGES": self.config.num_stages,
+            "SLOTS": self.config["SLOTS"],
+        }
+        self._walk((HOPPER_BWD, "omega_states"), arguments, constants)
+
+    def _scan_back(self, tables: Tensors, d_kept: Tensors) -> torch.Tensor:
+        """dM at the end of each chunk, and dR; returned: the gradient of the initial state."""
+        shape = self.shape
+        d_initial = self.empty(shape.batch, shape.heads, shape.wide, shape.values)
+        arguments: dict[str, Any] = {
+            **self.tiles("q", "k", "d_y", "k_older", "tail_k"),
+            **self._tables_of(tables),
+            "tail_length": self.older["tail_length"],
+            "cu": self.given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "ends": self.edges["ends"],
+            "rates": tables["rates"],
+            "scales": tables["scales"],
+            "d_last": self.d_state,
+            "d_initial": d_initial,
+            **self._of_matrices(d_kept),
+            **self.scan_sizes(),
+        }
+        constants = self._flags() | {
+            "STAGES": self.config.num_stages,
+            "SLOTS": self.config["SLOTS"],
+            "MIX_REGISTERS": MIX_REGISTERS,
+        }
+        self._walk((HOPPER_BWD, "omega_scan_back"), arguments, constants)
+        return d_initial
+
+    def _walk(
+        self, kernel: tuple[str, str], arguments: dict[str, Any], constants: dict[str, Any]
+    ) -> None:
+        shape = self.shape
+        programs = shape.batch * shape.heads * self.blocks
+        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+
+    def _of_chunks_by_tiles(
+        self, tables: Tensors, kept: Tensors, d_initial: torch.Tensor
+    ) -> tuple[Any, ...]:
+        shape, given, halo = self.shape, self.given, self.halo
+        each = (self.slots, shape.heads)
+        out = self.outputs()
+        parts = self.edge_parts()
+        found: Tensors = {
+            "d_shares": self.empty(*each, TILE, TILE),
+            "d_shares_older": self.when(halo > 0, *each, TILE, halo),
+            "d_rates": self.empty(*each, TILE),
+            "in_state": self.empty(*each, TILE),
+            "in_state_older": self.when(halo > 0, *each, halo),
+            "of_states": self.empty(*each),
+        }
+        sizes = {name: self.sizes[name] for name in ("tokens", "heads", "sequences", "chunks")}
+        arguments: dict[str, Any] = {
+            **self.tiles("q", "k", "d_y", "k_older", "tail_k"),
+            **self._tables_of(tables),
+            **self._of_matrices(kept),
+            "tail_length": self.older["tail_length"],
+            "cu": given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "rates": tables["rates"],
+            "scales": tables["scales"],
+            **{name: out[name] for name in ("d_q", "d_k", "d_v")},
+            **parts,
+            **found,
+            **sizes,
+            "slots": self.slots,
+            "older": shape.window - 1,
+        }
+        constants = self._flags() | {
+            "STAGES": self.config["CHUNKS"] if self.width == TILE else 1,
+            "RING": self.config["RING"],
+            "KEYS_REGISTERS": KEYS_REGISTERS,
+        }
+        chunks = self.slots * shape.heads
+        programs = min(chunks, Device.of(self.device).multiprocessors)
+        kernel = (HOPPER_GRADIENTS, "omega_chunk_gradients")
+        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+        self.gates_back(tables, found, out)
+        return self.finish(out, parts, d_initial, None)
+
+    def gates_back(self, tables: Tensors, found: Tensors, out: Tensors) -> None:
+        """Gradients of steps, decays and window gates, from what chunks found."""
+        shape, given = self.shape, self.given
+        arguments: dict[str, Any] = {
+            **{name: self.gate[name] for name in ("step", "decay", "window_gates")},
+            "cu": given.cu_seqlens,
+            **{name: tables[name] for name in ("shares_own", "shares_older", "rates", "scales")},
+            **found,
+            "d_writes": self.empty(self.slots, shape.heads, TILE, shape.window),
+            **{name: out[name] for name in ("d_step", "d_decay", "d_gates")},
+            **self.sizes,
+        }
+        constants = {
+            "DECAY": shape.decay,
+            "GATES": given.window_gates is not None,
+            "BEFORE": shape.read_before,
+            "PACKED": shape.packed,
+            "CHUNK": TILE,
+            "HALO": self.halo,
+            "HEADS": GATES_BACK_HEADS,
+        }
+        kernel = (GATES_BACK, "omega_gates_back")
+        programs = self.slots * -(-shape.heads // GATES_BACK_HEADS)
+        runtime.launch(OP, kernel, programs, self.device, GATES_BACK_CONFIG, arguments, constants)

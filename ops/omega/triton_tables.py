@@ -1,0 +1,120 @@
+"""What the reads of a chunk need of its gates alone, for a kernel that has no time to form it."""
+
+import triton
+import triton.language as tl
+
+from .triton_chunks import load_band, load_sums, place_chunk, shares
+
+TABLES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
+LOWEST = tl.constexpr(-32)  # exponent of the smallest scale of a row: less is as good as nothing
+
+
+@triton.jit
+def _scale(largest):
+    """The power of two below each number, one over it, and its exponent."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, LOWEST), 126)
+    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse, exponent.to(tl.float32)
+
+
+@triton.jit
+def _store_shares(
+    out, whole, rest, band, exact, row, rows, tokens, first, size, window, seen, inverse, exponent,
+    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr, LAGS: tl.constexpr,
+):  # fmt: skip
+    """P of KEYS keys, the first one OLDER tokens in front of the chunk, as `shares` has it, over
+    the scale of each query: all as if behind the window, and over those in it, on their diagonals,
+    `exact` [queries, LAGS], what the band says.
+    """
+    cell = tl.arange(0, KEYS)
+    s = cell + (window - 1 - OLDER)  # the last token that writes a key
+    last = load_band(band, row, window - 1, window, tokens, first, s, size)
+    later = (seen[:, None] >= s[None, :]) & (seen < size)[:, None]
+    if DECAY:
+        w, r = load_sums(whole, rest, row, tokens, first, seen, size)
+        v, u = load_sums(whole, rest, row, tokens, first, s, size)
+        left = (w.to(tl.float32) - exponent)[:, None] - v.to(tl.float32)[None, :]
+        part = tl.exp2(left + (r[:, None] - u[None, :])) * last[None, :]
+    else:
+        part = inverse[:, None] * last[None, :]
+    to = rows * KEYS
+    part = tl.where(later, part, 0.0).to(tl.float16)
+    tl.store(out + (to[:, None] + cell[None, :]), part)
+    if LAGS > 0:
+        tl.debug_barrier()  # other threads' numbers are replaced
+        lag = tl.arange(0, LAGS)
+        key = seen[:, None] - lag[None, :] + OLDER
+        inside = ((seen >= 0) & (seen < size))[:, None] & (lag < window - 1)[None, :]
+        inside = inside & (key >= 0) & (key < KEYS)
+        tl.store(out + (to[:, None] + key), exact, mask=inside)
+
+
+@triton.jit(do_not_specialize=TABLES_RUNTIME)
+def omega_tables(
+    cu, whole, rest, m_whole, m_rest, carry, band, m_band, bound,
+    shares_own, shares_older, rates, carries, scales,
+    tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
+    window: tl.int32,
+    DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, HALO: tl.constexpr, WINDOW: tl.constexpr,
+    LAGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and head, as each query sees it: P of the chunk's own keys (slots, H, CHUNK,
+    CHUNK) and of the older ones (slots, H, CHUNK, HALO), A and a, all over the query's scale, and
+    the scales (slots, H, CHUNK), powers of two.
+
+    P is fp16, which has three more bits than bf16; with a scale for each query it is in range.
+    """
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
+    _, batch, _, first, size, _ = place_chunk(slot, cu, tokens, chunk, chunks, sequences, PACKED)
+    if size > 0:
+        row = batch * heads + head
+        t = tl.arange(0, CHUNK)
+        rows = (slot.to(tl.int64) * heads + head) * CHUNK + t
+        seen = t - 1 if BEFORE else t  # the last token whose write is read
+        there = (seen >= 0) & (seen < size)
+        of_row = row.to(tl.int64) * tokens + first + seen
+        scale, inverse, exponent = _scale(tl.load(bound + of_row, mask=there, other=0.0))
+        tl.store(scales + rows, scale)
+        exact = scale
+        if LAGS > 0 and not MOMENTUM:
+            lag = tl.arange(0, LAGS)
+            of_lag = (row.to(tl.int64) * window + lag)[None, :] * tokens + (first + seen)[:, None]
+            inside = there[:, None] & (lag < window - 1)[None, :]
+            exact = tl.load(band + of_lag, mask=inside, other=0.0) * inverse[:, None]
+            exact = exact.to(tl.float16)
+        rate = inverse
+        if DECAY:
+            w, r = load_sums(whole, rest, row, tokens, first, seen, size)
+            rate *= tl.exp2(w.to(tl.float32) + r)
+        tl.store(rates + rows, rate)
+        if MOMENTUM:
+            a = tl.load(carry + of_row, mask=there, other=0.0)
+            tl.store(carries + rows, a * inverse)
+            P = shares(
+                whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window, seen,
+                t, DECAY, True, False, WINDOW, PRECISION, CHUNK,
+            )  # fmt: skip
+            to = rows[:, None] * CHUNK + t[None, :]
+            tl.store(shares_own + to, (P * inverse[:, None]).to(tl.float16))
+            if HALO > 0:
+                i = tl.arange(0, HALO)
+                P = shares(
+                    whole, rest, m_whole, m_rest, band, m_band, row, tokens, first, size, window,
+                    seen, i - HALO, DECAY, True, False, WINDOW, PRECISION, CHUNK,
+                )  # fmt: skip
+                to = rows[:, None] * HALO + i[None, :]
+                tl.store(shares_older + to, (P * inverse[:, None]).to(tl.float16))
+        else:
+            _store_shares(
+                shares_own, whole, rest, band, exact, row, rows, tokens, first, size, window, seen,
+                inverse, exponent, DECAY, CHUNK, 0, LAGS,
+            )  # fmt: skip
+            if HALO > 0:
+                _store_shares(
+                    shares_older, whole, rest, band, exact, row, rows, tokens, first, size, window,
+                    seen, inverse, exponent, DECAY, HALO, HALO, LAGS,
+                )  # fmt: skip
