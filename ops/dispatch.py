@@ -88,7 +88,7 @@ def refusal(package: str, backend: str, shape: Any, arch: str) -> str | None:
 
 
 def yields(package: str, name: str, shape: Any, arch: str) -> str | None:
-    """None, or why "auto" goes past a backend that can run the call, another being faster."""
+    """None, or why "auto" goes past a backend that can run the call."""
     rule = getattr(implementation(package, name), "yields", None)
     reason: str | None = rule(shape, arch) if rule is not None else None
     return reason

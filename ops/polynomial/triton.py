@@ -47,6 +47,11 @@ def supports(shape: PolynomialShape, arch: str) -> str | None:
     return reason
 
 
+def yields(shape: PolynomialShape, arch: str) -> str | None:
+    """None, or why "auto" goes past these kernels though they can run the call."""
+    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
+
+
 def spaces(shape: PolynomialShape) -> dict[str, Space]:
     """The config spaces of a call's passes; powers of single numbers have none."""
     if by_itself(shape):
@@ -171,9 +176,10 @@ class _Call:
         config = self._choose(SPACE_EXPAND)
         out = self._empty(1, shape.tokens, shape.heads, shape.wide)
         chunks, tiles = -(-shape.wide // config["C"]), -(-shape.tokens // config["R"])
-        # Eight programs a multiprocessor, or fewer that have a tile each.
-        most = 8 * Device.of(self.device).multiprocessors
-        parts = min(tiles, max(1, most // max(1, chunks * shape.heads)))
+        # A program takes up to 32 tiles, which pay for its picking matrices, but no more than leave
+        # 32 programs to a multiprocessor: the last ones to end are to be few among many.
+        least = -(-32 * Device.of(self.device).multiprocessors // max(1, chunks * shape.heads))
+        parts = min(tiles, max(-(-tiles // 32), least))
         constants = {
             **self.kept, **self._tiles(), **self.multiplied,
             "WIDE": shape.wide, "ALIGNED": aligned(self.x),

@@ -159,6 +159,12 @@ def _column(source, at, there, s, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _columns(source, at, there, s, WIDTH: tl.constexpr, H: tl.constexpr):
+    """The two columns of x that step s < H multiplies with."""
+    return _column(source, at, there, s, WIDTH), _column(source, at, there, s + H, WIDTH)
+
+
+@triton.jit
 def _step_features(s, left, right, low, high, T: tl.constexpr, H: tl.constexpr):
     """Columns of step s < H without weights, of the halves of x and its columns s and H + s."""
     keep = (tl.arange(0, H) >= s)[None, :]
@@ -206,12 +212,10 @@ def read(
     acc = tl.zeros([T, V], tl.float32)
     if PAIRS:
         # Columns are read a step ahead: they are few, and what comes of them is waited for.
-        left = _column(source, at, there, 0, WIDTH)
-        right = _column(source, at, there, H, WIDTH)
+        left, right = _columns(source, at, there, 0, WIDTH, H)
         for s in tl.range(0, H, num_stages=STAGES):
             after = tl.minimum(s + 1, H - 1)
-            left_after = _column(source, at, there, after, WIDTH)
-            right_after = _column(source, at, there, after + H, WIDTH)
+            left_after, right_after = _columns(source, at, there, after, WIDTH, H)
             phi = _step_features(s, left, right, low, high, T, H).to(packed.dtype.element_ty)
             rows_of_step = tl.load(tile + s * (P * V))  # [P, V]
             acc = tl.dot(phi, rows_of_step, acc, input_precision=PRECISION)
@@ -291,6 +295,12 @@ def update(
         for first in tl.range(0, tokens, T, num_stages=STAGES):
             there = first + r < tokens
             at = (first + r).to(tl.int64) * stride_xt
+            # Before the first product of the turn, which then waits for nothing but itself.
+            left0, right0 = _columns(source, at, there, s, WIDTH, H)
+            left1, right1 = _columns(source, at, there, s + 1, WIDTH, H)
+            if G == 4:
+                left2, right2 = _columns(source, at, there, s + 2, WIDTH, H)
+                left3, right3 = _columns(source, at, there, s + 3, WIDTH, H)
             values = load_tile(
                 x, batch, of_batch, first, tokens, stride_xb, stride_xt, stride_xh,
                 WIDTH, T, P, False, X_ALIGNED,
@@ -300,10 +310,13 @@ def update(
                 VALUES, T, V, Y_ALIGNED,
             )  # fmt: skip
             low, high = _halves(_anchored(values, ANCHOR, P), T, H)
-            phi = _two_steps(source, at, there, s, low, high, WIDTH, T, H).to(given.dtype)
+            first_step = _step_features(s, left0, right0, low, high, T, H).to(given.dtype)
+            next_step = _step_features(s + 1, left1, right1, low, high, T, H).to(given.dtype)
+            phi = _beside(first_step, next_step, T, 2 * P)
             if G == 4:
-                more = _two_steps(source, at, there, s + 2, low, high, WIDTH, T, H)
-                phi = _beside(phi, more.to(given.dtype), T, G * P)
+                first_step = _step_features(s + 2, left2, right2, low, high, T, H).to(given.dtype)
+                next_step = _step_features(s + 3, left3, right3, low, high, T, H).to(given.dtype)
+                phi = _beside(phi, _beside(first_step, next_step, T, 2 * P), T, G * P)
             acc = tl.dot(tl.trans(given), phi, acc, input_precision=PRECISION)
         _store_rows(
             out, acc, s, head, of_pairs, of_linear, block, tokens,
@@ -334,19 +347,6 @@ def update(
             cols = block * V + tl.arange(0, V)
             weight = root(a, 0, of_batch, stride_ah, stride_ar, DEFAULTS)
             tl.store(out + head * (WIDE * VALUES) + cols, constant * weight, mask=cols < VALUES)
-
-
-@triton.jit
-def _two_steps(
-    source, at, there, s, low, high, WIDTH: tl.constexpr, T: tl.constexpr, H: tl.constexpr
-):
-    """Columns of the steps s and s + 1."""
-    left = _column(source, at, there, s, WIDTH)
-    right = _column(source, at, there, s + H, WIDTH)
-    first = _step_features(s, left, right, low, high, T, H)
-    left = _column(source, at, there, s + 1, WIDTH)
-    right = _column(source, at, there, s + 1 + H, WIDTH)
-    return _beside(first, _step_features(s + 1, left, right, low, high, T, H), T, 4 * H)
 
 
 @triton.jit(do_not_specialize=PULL_RUNTIME)
