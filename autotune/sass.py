@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
 _LABEL = re.compile(r"(\.\w+):\s*$")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 _TARGETS = re.compile(r"BRANCH_TARGETS ([^\"]*)\"")
+_WGMMA = re.compile(r"\b(HGMMA\.|WARPGROUP\.ARRIVE|WARPGROUP\.DEPBAR\.LE(?! gsb0, 0x[1-9a-f]))")
 # Uniform instructions that set no uniform register, though they name some.
 _SET_NONE = ("UISETP", "UPLOP3", "USETMAXREG", "UTMA", "UBLK", "USYNC", "UCGABAR")
 
@@ -17,11 +19,15 @@ def serial_wgmma(code: str) -> bool:
 
     It then puts a WARPGROUP.ARRIVE before and a WARPGROUP.DEPBAR behind each HGMMA; a healthy loop
     has one pair for a whole product, 4 HGMMA or more. Shorter products tell nothing, nor does a
-    DEPBAR that leaves some running (`gsb0, 0x3`).
+    DEPBAR that leaves some running (`gsb0, 0x3`), or one that no HGMMA is right in front of.
     """
     for stretch in re.split(r"^\.\w+:", code, flags=re.MULTILINE):
-        products = len(re.findall(r"\bHGMMA\.", stretch))
-        waits = len(re.findall(r"\bWARPGROUP\.DEPBAR\.LE(?! gsb0, 0x[1-9a-f])", stretch))
+        steps = _WGMMA.findall(stretch)
+        products = steps.count("HGMMA.")
+        waits = sum(
+            first == "HGMMA." and then.startswith("WARPGROUP.DEPBAR")
+            for first, then in itertools.pairwise(steps)
+        )
         if products >= 4 and waits >= 0.6 * products:
             return True
     return False

@@ -13,6 +13,8 @@ def test_one_serial_stretch_is_enough_and_short_products_tell_nothing():
     assert not sass.serial_wgmma(healthy + ".L_x_1:\n" + 4 * some_run_on)
     all_waited_for = one.replace("LE ;", "LE gsb0, 0x0 ;")
     assert sass.serial_wgmma(healthy + ".L_x_1:\n" + 4 * all_waited_for)
+    few = "WARPGROUP.ARRIVE ;\n" + 4 * "HGMMA.64x64x16.F32 R4 ;\n" + "WARPGROUP.DEPBAR.LE ;\n"
+    assert not sass.serial_wgmma(3 * "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n" + few)
 
 
 def listing(*lines: str) -> str:
