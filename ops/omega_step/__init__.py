@@ -86,7 +86,9 @@ def omega_step_(
         window_gates: (N, H, window).
         window, inner_loss, feature_map, coefficients, chunk_size, read_before: as in
             `omega_memory`.
-        backend: "auto", "eager", "triton" or "cuda".
+        backend: "auto", "eager", "triton" or "cuda". Triton takes d and Dv up to 256, chunks below
+            65,536, and is fast where rows are multiples of 16 bytes; fields of the cache whose last
+            dimension is strided are copied, and copied back.
 
     Returns:
         y (N, H, Dv), contiguous, v's dtype.

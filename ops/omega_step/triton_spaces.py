@@ -24,6 +24,7 @@ FOLD = 16  # rows of M, and of a chunk, that are folded at a time
 NUMBERS = (8, 16)  # of a block of rows, for each thread; loose ones each take an address
 LOOSE_NUMBERS = 4
 ROOMY = 128  # registers with which the greater number, fp32 and momentum do not spill
+FEW_HEADS = 4  # for each multiprocessor: then the time of one program counts
 
 
 class Bucket(NamedTuple):
@@ -96,17 +97,16 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
 
 
 def _default(key: Key, device: Device) -> Config:
-    """Few warps, and few rows at a time, as measured on an H200: what every warp does again is then
-    done less often.
-    """
+    """Few warps where heads are many: what every warp does again is then done less often."""
     bucket = Bucket(*key)
     fitting = SPACE_FWD.fitting(key, device)
     if not fitting:
         raise ValueError(f"{OP}/fwd: no config fits {bucket} on {device.arch}")
-    wanted = max(1, max(bucket.width, bucket.values) // 64)
+    few = bucket.heads <= FEW_HEADS * device.multiprocessors
+    wanted = 8 if few else max(1, max(bucket.width, bucket.values) // 32)
 
     def worth(config: Config) -> tuple[int, int, int]:
-        return -abs(config.num_warps - wanted), -config["ROWS"], -abs(config.num_stages - 3)
+        return -abs(config.num_warps - wanted), config["ROWS"], -abs(config.num_stages - 3)
 
     return max(fitting, key=worth)
 
