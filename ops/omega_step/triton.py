@@ -107,7 +107,7 @@ def _constants(shape: OmegaShape, config: Config, given: StepTensors) -> dict[st
     )
     mapped = shape.feature_map != "identity"
     columns = config["FOLD_V"]
-    if shape.momentum and not half:  # keys have two parts, too: there are registers for less
+    if shape.momentum and (mapped or not half):  # which take registers, too
         columns = max(columns // 2, FOLD)
     return {
         "DOT": shape.dot,

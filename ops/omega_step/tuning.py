@@ -196,6 +196,7 @@ WIDTHS = ((64, 64), (128, 128), (32, 32), (16, 16), (128, 256), (256, 128))
 # What the default config is compiled for beside that, at the first width.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"momentum": True},
+    {"momentum": True, "feature_map": "elementwise"},
     {"momentum": True, "dtype": torch.float32},
     {"dot": True, "read_before": True, "decay": False},
     {"feature_map": "elementwise", "read_before": True},
