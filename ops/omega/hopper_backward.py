@@ -50,23 +50,10 @@ class HopperBackward(Backward):
     def _of_matrices(self, matrices: Tensors) -> dict[str, Any]:
         return {name: None if x is None else self.matrix(x) for name, x in matrices.items()}
 
-    def _tables_of(self, tables: Tensors) -> dict[str, Any]:
-        own, older = tables["shares_own"], tables["shares_older"]
-        flat = {
-            name: None if x is None else x.view(-1, x.shape[-1])
-            for name, x in (("shares", own), ("shares_older", older))
-        }
-        return self._of_matrices(flat)
-
-    def _flags(self, *names: str) -> dict[str, Any]:
-        return {name: self.flags[name] for name in ("DOT", "PACKED", *names)} | {
-            "TAIL": self.flags["TAIL"],
-            "LENGTHS": self.flags["LENGTHS"],
-            "HALO": self.halo,
-            "D": self.width,
-            "WIDTH": self.shape.wide,
-            "VALUES": self.shape.values,
-        }
+    def _constants(self) -> dict[str, Any]:
+        """What all three kernels are made for."""
+        names = ("DOT", "PACKED", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES")
+        return {name: self.flags[name] for name in names} | {"D": self.width}
 
     def _states(self, kept: Tensors) -> None:
         """M at the begin of each chunk, and R."""
@@ -81,7 +68,7 @@ class HopperBackward(Backward):
             **self._of_matrices(kept),
             **self.scan_sizes(),
         }
-        constants = self._flags() | {
+        constants = self._constants() | {
             "INITIAL": initial is not None,
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
@@ -94,7 +81,7 @@ class HopperBackward(Backward):
         d_initial = self.empty(shape.batch, shape.heads, shape.wide, shape.values)
         arguments: dict[str, Any] = {
             **self.tiles("q", "k", "d_y", "k_older", "tail_k"),
-            **self._tables_of(tables),
+            **self.shares(tables),
             "tail_length": self.older["tail_length"],
             "cu": self.given.cu_seqlens,
             "writes": self.edges["writes"],
@@ -106,7 +93,7 @@ class HopperBackward(Backward):
             **self._of_matrices(d_kept),
             **self.scan_sizes(),
         }
-        constants = self._flags() | {
+        constants = self._constants() | {
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
             "MIX_REGISTERS": MIX_REGISTERS,
@@ -139,7 +126,7 @@ class HopperBackward(Backward):
         sizes = {name: self.sizes[name] for name in ("tokens", "heads", "sequences", "chunks")}
         arguments: dict[str, Any] = {
             **self.tiles("q", "k", "d_y", "k_older", "tail_k"),
-            **self._tables_of(tables),
+            **self.shares(tables),
             **self._of_matrices(kept),
             "tail_length": self.older["tail_length"],
             "cu": given.cu_seqlens,
@@ -153,7 +140,7 @@ class HopperBackward(Backward):
             "slots": self.slots,
             "older": shape.window - 1,
         }
-        constants = self._flags() | {
+        constants = self._constants() | {
             "STAGES": self.config["CHUNKS"] if self.width == TILE else 1,
             "RING": self.config["RING"],
             "KEYS_REGISTERS": KEYS_REGISTERS,

@@ -28,7 +28,9 @@ from .hopper_fwd import (
     COLUMNS,
     SCAN_RUNTIME,
     barriers,
+    columns_of_state,
     keep_rows,
+    last_token,
     left_operand,
     place_sequence,
     produce,
@@ -269,14 +271,6 @@ def _mix(
 
 
 @gluon.jit
-def _first_of(writes, ends, at, i, j, HALO: gl.constexpr):
-    """−P of a chunk's last token, of its own and of older keys; A of it."""
-    write = -gl.load(writes + at * (HALO + CHUNK) + HALO + j)
-    write_older = -gl.load(writes + at * (HALO + CHUNK) + i) if HALO else write
-    return write, write_older, gl.load(ends + at * 3)
-
-
-@gluon.jit
 def _walk_back(
     tiles, mixed, left, bars, writes, ends, d_last, d_initial, place, heads,
     DOT: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
@@ -289,23 +283,19 @@ def _walk_back(
     sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = k_t.dtype
     SOME: gl.constexpr = HALO if HALO else 16
-    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, product(D)))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, product(D)))
-    cells = (sequence.to(gl.int64) * heads + head) * (WIDTH * VALUES)
-    cells += d[None, :] * VALUES + e[:, None]
-    inside = (e < VALUES)[:, None] & (d < WIDTH)[None, :]
+    cells, inside = columns_of_state(place, heads, WIDTH, VALUES, D)
     dM = gl.load(d_last + cells, mask=inside, other=0.0)
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, product(CHUNK)))
     i = gl.arange(0, SOME, layout=gl.SliceLayout(0, product(SOME)))
     at = (slot0 + count - 1).to(gl.int64) * heads + head
     if count > 0:
-        after = _first_of(writes, ends, at, i, j, HALO)
+        after = last_token(writes, writes, ends, at, i, j, False, HALO)
         for n in range(count):
             s = n % STAGES
             slot = n % SLOTS
-            write, write_older, rate = after
+            write, write_older, push, push_older, rate, carry, drop = after  # no momentum
             at -= gl.where(n + 1 < count, heads, 0)
-            after = _first_of(writes, ends, at, i, j, HALO)
+            after = last_token(writes, writes, ends, at, i, j, False, HALO)
             low = dM.to(dtype)
             mbarrier.wait(full.index(s), (n // STAGES) & 1)
             keys = k_t.index(s).reshape([CHUNK, D])

@@ -1,6 +1,6 @@
 """Forward of the Omega rule for Hopper, in Gluon: the walk along a sequence with its reads beside.
 
-One program is one head of one sequence and V columns of its memory. Four roles share it:
+One program is one head of one sequence and COLUMNS columns of its memory. Four roles share it:
 
     produce   one warp; copies a chunk's tiles while earlier chunks are at work
     walk      a warpgroup; memory and momentum, transposed, are its accumulators:
@@ -88,6 +88,19 @@ def place_sequence(cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.c
         slot0 = begin // CHUNK + sequence
     v0 = number % blocks * COLUMNS
     return sequence, batch, head, v0, begin, end, gl.cdiv(end - begin, CHUNK), slot0
+
+
+@gluon.jit
+def columns_of_state(
+    place, heads, WIDTH: gl.constexpr, VALUES: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Places of a program's columns, transposed, in states (N, H, WIDTH, VALUES); which exist."""
+    sequence, batch, head, v0, begin, end, count, slot0 = place
+    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, product(D)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, product(D)))
+    cells = (sequence.to(gl.int64) * heads + head) * (WIDTH * VALUES)
+    cells += d[None, :] * VALUES + e[:, None]
+    return cells, (e < VALUES)[:, None] & (d < WIDTH)[None, :]
 
 
 @gluon.jit
@@ -212,11 +225,7 @@ def walk(
     sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = k_t.dtype
     SOME: gl.constexpr = HALO if HALO else 16
-    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, product(D)))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, product(D)))
-    cells = (sequence.to(gl.int64) * heads + head) * (WIDTH * VALUES)
-    cells += d[None, :] * VALUES + e[:, None]
-    inside = (e < VALUES)[:, None] & (d < WIDTH)[None, :]
+    cells, inside = columns_of_state(place, heads, WIDTH, VALUES, D)
     M = gl.zeros([COLUMNS, D], gl.float32, product(D))
     S = M
     if INITIAL:

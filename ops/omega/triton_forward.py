@@ -263,9 +263,7 @@ class Call:
         arguments: dict[str, Any] = self.tiles(
             "q", "k", "v", "k_older", "v_older", "tail_k", "tail_v"
         )
-        for name, table in (("shares", "shares_own"), ("shares_older", "shares_older")):
-            x = tables[table]
-            arguments[name] = None if x is None else self.matrix(x.view(-1, x.shape[-1]))
+        arguments |= self.shares(tables)
         starts = self.starts()
         arguments |= {
             "tail_length": self.older["tail_length"],
@@ -320,6 +318,15 @@ class Call:
     def matrix(x: torch.Tensor) -> Any:
         """A descriptor of a matrix, in tiles of TILE whole rows."""
         return runtime.matrix_tiles(x, TILE, x.shape[1], gluon=True)
+
+    def shares(self, tables: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Descriptors of P, as `tables` has it."""
+        return {
+            name: None if x is None else self.matrix(x.view(-1, x.shape[-1]))
+            for name, x in (
+                ("shares", tables["shares_own"]), ("shares_older", tables["shares_older"]),
+            )
+        }  # fmt: skip
 
     def scan_sizes(self) -> dict[str, int]:
         """The numbers that walks along a sequence take."""

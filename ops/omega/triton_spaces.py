@@ -3,6 +3,8 @@
 Chunks and windows belong to the function; what is left to choose is how many columns of the memory
 a program takes. CHAIN_V, `num_warps` and `num_stages` are those of the walk along the sequence,
 which wants as many programs as there are multiprocessors; READ_V and READ_WARPS those of the reads.
+The kernels for Hopper (HOPPER) have tiles of one size: `num_stages` of a chunk's operands, SLOTS of
+what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter.
 """
 
 from __future__ import annotations
@@ -177,9 +179,7 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
         + rows * (bucket.chunk + config["READ_V"])
         + states * bucket.width * config["READ_V"]
     )
-    if max(chain, read) + 1024 > device.shared_bytes:
-        return f"needs {max(chain, read)} bytes of shared memory, a block has {device.shared_bytes}"
-    return None
+    return _room(max(chain, read), device)
 
 
 def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
@@ -251,10 +251,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
         + rows * bucket.chunk
         + bucket.chunk * config["VALUES_V"]
     )
-    shared = max(chain, chunks)
-    if shared + 1024 > device.shared_bytes:
-        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
-    return None
+    return _room(max(chain, chunks), device)
 
 
 def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps: int = 4) -> Config:
