@@ -15,7 +15,7 @@ from ..omega.op import OmegaShape
 from .op import StepTensors
 from .triton_spaces import FOLD, KERNELS, OP, SPACE_FWD, bucket, refusal
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
 
 SPACE_BWD = None
 DEFAULT_POWERS = 3  # of features without coefficients
@@ -33,11 +33,6 @@ def supports(shape: OmegaShape, arch: str) -> str | None:
     if reason is None and not SPACE_FWD.fitting(bucket(shape), Device.of(shape.device)):
         reason = f"no config fits into the shared memory of {arch}"
     return reason
-
-
-def yields(shape: OmegaShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked whole on a GPU yet"
 
 
 def fwd(shape: OmegaShape, given: StepTensors, cache: OmegaCache) -> torch.Tensor:

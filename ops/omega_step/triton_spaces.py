@@ -103,10 +103,10 @@ def _default(key: Key, device: Device) -> Config:
     if not fitting:
         raise ValueError(f"{OP}/fwd: no config fits {bucket} on {device.arch}")
     few = bucket.heads <= FEW_HEADS * device.multiprocessors
-    wanted = 8 if few else max(1, max(bucket.width, bucket.values) // 32)
+    wanted = max(1, max(bucket.width, bucket.values) // (32 if few else 64))
 
     def worth(config: Config) -> tuple[int, int, int]:
-        return -abs(config.num_warps - wanted), config["ROWS"], -abs(config.num_stages - 3)
+        return -abs(config.num_warps - wanted), -config["ROWS"], -abs(config.num_stages - 3)
 
     return max(fitting, key=worth)
 
