@@ -131,7 +131,7 @@ class Backward(Call):
         edge = (self.slots, heads, halo)
         older = {
             "older_scores": (
-                self.empty(*edge, padded(shape.chunk_size), dtype=shape.dtype) if halo else None
+                self.empty(*edge, self.flags["CHUNK"], dtype=shape.dtype) if halo else None
             ),
             "older_weights": self.when(halo > 0, rows, heads, shape.window, tokens),
             "older_alpha": self.when(halo > 0 and shape.decay, *self.row),

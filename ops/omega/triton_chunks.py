@@ -1,7 +1,8 @@
 """What the kernels of the Omega rule share: where a chunk lies, its rows, decays, and weights P.
 
 A *slot* is one chunk of one sequence, a *row* one head of one row of the batch. Gates come as
-`omega_gates` leaves them, a row's tokens side by side.
+`omega_gates` leaves them, a row's tokens side by side. Where PARTS > 1, that many short chunks are
+taken at once as if they were one, and a slot has all of them: see `place_writes`.
 
 Products of decays are not scanned over two tokens. Each token holds the logarithm to base 2 of the
 product from its chunk's first token on, in two parts: a whole number that is exact, and a small
@@ -95,19 +96,54 @@ def load_rows(
 
 
 @triton.jit
+def place_writes(
+    cells, window, OLDER: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Of rows of keys: their tokens, the first one of the chunk that writes each, and the last one
+    that does. All count from the first token of the slot.
+
+    With OLDER = 0 rows are the slot's own tokens. Else they are OLDER older ones, as many of each
+    of its PARTS chunks, the oldest first: whoever writes them again finds another memory.
+    """
+    LENGTH: tl.constexpr = CHUNK // PARTS
+    if OLDER == 0:
+        begin = cells // LENGTH * LENGTH
+        keys = cells
+    else:
+        EACH: tl.constexpr = OLDER // PARTS
+        begin = cells // EACH * LENGTH
+        keys = begin - EACH + cells % EACH
+    return keys, begin, tl.minimum(keys + window - 1, begin + LENGTH - 1)
+
+
+@triton.jit
 def load_older(
     x, tail, tail_length, sequence, batch, head, heads, first, begin, older, col0,
     stride_b, stride_t, stride_h,
     WIDTH: tl.constexpr, COLS: tl.constexpr, HALO: tl.constexpr, ALIGNED: tl.constexpr,
     TAIL: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """The `older` tokens in front of token `first` as the last rows of [HALO, COLS], else zeros.
+    """The `older` tokens in front of token `first` as the last rows of [HALO, COLS], else zeros."""
+    i = tl.arange(0, HALO) - HALO  # [HALO], −1 is the newest
+    return load_tokens(
+        x, tail, tail_length, sequence, batch, head, heads, i, i >= -older, first, begin, older,
+        col0, stride_b, stride_t, stride_h, WIDTH, COLS, ALIGNED, TAIL, LENGTHS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_tokens(
+    x, tail, tail_length, sequence, batch, head, heads, i, known, first, begin, older, col0,
+    stride_b, stride_t, stride_h,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Tokens `i`, counted from token `first`, of a sequence; zeros where `known` is False.
 
     Those in front of the sequence are in `tail` (N, older, H, WIDTH), the newest last.
     """
-    i = tl.arange(0, HALO) - HALO  # [HALO], −1 is the newest
     rows = first + i
-    there = (rows >= begin) & (i >= -older)
+    there = (rows >= begin) & known
     tile = load_rows(
         x, batch, head, rows, there, col0, stride_b, stride_t, stride_h, WIDTH, COLS, ALIGNED
     )
@@ -116,7 +152,7 @@ def load_older(
         if LENGTHS:
             length = tl.minimum(tl.load(tail_length + sequence), older)
         before = rows - begin  # negative where the row is in the tail
-        there = (before < 0) & (before >= -length) & (i >= -older)
+        there = (before < 0) & (before >= -length) & known
         cols = col0 + tl.arange(0, COLS)
         at = ((sequence.to(tl.int64) * older + older + before)[:, None] * heads + head) * WIDTH
         mask = there[:, None] & (cols < WIDTH)[None, :]

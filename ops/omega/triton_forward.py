@@ -19,14 +19,19 @@ from .eager import features
 from .op import OmegaShape, OmegaTensors
 from .triton_spaces import (
     HOPPER,
+    HOPPER_SPLIT,
     KERNELS,
     OP,
+    SOLVE,
     SPACE_FWD,
     TABLES,
     TILE,
     bucket,
     halo_of,
+    parts_of,
+    rows_of,
     tile_width,
+    walked,
 )
 
 GATE_HEADS = 8  # heads of a program of `omega_gates`
@@ -35,6 +40,8 @@ GATES_CONFIG = Config.make(4, 1, "fma")
 # Warps of a program of `omega_tables`, without and with momentum.
 TABLES_WARPS = {False: 2, True: 4}
 READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
+# Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
+SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 
@@ -43,7 +50,7 @@ class Call:
     """One call's tensors as the kernels take them, and its launches by a config of `space`."""
 
     def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space = SPACE_FWD) -> None:
-        self.shape = shape
+        self.shape = shape = walked(shape)
         self.device = shape.device
         self.config = choose(space, bucket(shape), Device.of(shape.device))
         self.q, self.k = (
@@ -61,12 +68,14 @@ class Call:
                 ("window_gates", given.window_gates),
             )
         }  # fmt: skip
-        chunk = shape.chunk_size
+        # Chunks that are taken at once; from here on they are one.
+        self.parts = parts_of(shape) if self.config.get("HOPPER") else 1
+        chunk = shape.chunk_size * self.parts
         self.chunks = -(-shape.tokens // chunk)
         self.slots = shape.batch * self.chunks
         if shape.packed and shape.batch > 0:
             self.slots = shape.tokens // chunk + shape.batch
-        self.halo = halo_of(shape)
+        self.halo = halo_of(shape, self.parts)
         rows = 1 if shape.packed else shape.batch
         self.row = (rows, shape.heads, shape.tokens)
         self.sizes = {
@@ -84,7 +93,7 @@ class Call:
             "TAIL": given.tail_k is not None and shape.window > 1,
             "LENGTHS": given.tail_length is not None and shape.window > 1,
             "ALIGNED": all(map(self.aligned, (self.q, self.k, self.v))),
-            "CHUNK": padded(chunk),
+            "CHUNK": rows_of(chunk),
             "HALO": self.halo,
             "WIDTH": shape.wide,
             "VALUES": shape.values,
@@ -127,7 +136,7 @@ class Call:
             empty(self.row, dtype=torch.int32, device=self.device) if there else None
             for there in (decay, momentum)
         ]
-        edge = (self.slots, heads, self.halo + padded(shape.chunk_size))
+        edge = (self.slots, heads, self.halo + self.flags["CHUNK"])
         self.sums = {
             "whole": words[0],
             "rest": self.when(decay, *self.row),
@@ -161,6 +170,7 @@ class Call:
             **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
             "HEADS": GATE_HEADS,
             "BOUND": bounded,
+            "PARTS": self.parts,
         }
         programs = self.slots * -(-heads // GATE_HEADS)
         kernel = (KERNELS, "omega_gates")
@@ -255,6 +265,8 @@ class Call:
         """y and what `chain` returns second and third, by the kernels for Hopper."""
         shape, given, config = self.shape, self.given, self.config
         tables = self.tables()
+        if self.parts > 1:
+            return *self._scan_split(tables, self.solve(tables)), None
         last = (shape.batch, shape.heads, shape.wide, shape.values)
         y = empty(given.v.shape, dtype=shape.dtype, device=self.device)
         if shape.packed:
@@ -294,6 +306,92 @@ class Call:
             OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
         )
         return y, state, velocity
+
+    def solve(self, tables: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """What the errors of short chunks owe each other, and older rows of each."""
+        shape, given = self.shape, self.given
+        rows = TILE + self.halo
+        half = {"dtype": shape.dtype}
+        solved = {
+            "solved": self.empty(self.slots, shape.heads, rows, rows, **half),
+            "begins": self.empty(self.slots, shape.heads, rows),
+            "k_older": self.empty(self.slots, self.halo, shape.heads, shape.wide, **half),
+            "v_older": self.empty(self.slots, self.halo, shape.heads, shape.values, **half),
+        }
+        arguments: dict[str, Any] = {
+            "k": self.k,
+            "v": self.v,
+            **self.older,
+            "cu": given.cu_seqlens,
+            **{name: tables[name] for name in ("shares_own", "shares_older", "rates", "scales")},
+            **solved,
+            **self.sizes,
+            **strides("k", self.k),
+            **strides("v", self.v),
+        }
+        names = (
+            "PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "WIDTH", "VALUES", "D",
+        )  # fmt: skip
+        constants = {name: self.flags[name] for name in names} | {
+            "BEFORE": shape.read_before,
+            "PARTS": self.parts,
+            "V": padded(shape.values),
+            "PRECISION": self.gates_precision,
+        }
+        programs = self.slots * shape.heads
+        kernel = (SOLVE, "omega_solve")
+        launched = Config.make(SOLVE_WARPS[self.parts], 1, "mma")
+        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        return solved
+
+    def _scan_split(
+        self, tables: dict[str, torch.Tensor | None], solved: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y and M after the last token, from the tables and what `solve` returned."""
+        shape, config = self.shape, self.config
+        y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
+        if shape.packed:
+            y.zero_()
+        state = self.empty(shape.batch, shape.heads, shape.wide, shape.values)
+        initial, width = self.starts()["initial_state"], tile_width(shape.wide)
+        blocks = solved["solved"].view(-1, TILE + self.halo)
+        arguments: dict[str, Any] = self.tiles("q", "k", "v") | self.shares(tables)
+        for name, rows, columns in (
+            ("own", TILE, TILE), ("own_older", TILE, self.halo),
+            ("older_own", self.halo, TILE), ("older", self.halo, self.halo),
+        ):  # fmt: skip
+            there = rows * columns > 0
+            arguments[name] = (
+                runtime.matrix_tiles(blocks, rows, columns, gluon=True) if there else None
+            )
+        for name, columns in (("k_older", width), ("v_older", TILE)):
+            older = solved[name]
+            arguments[name] = (
+                runtime.head_tiles(older, self.halo, columns, gluon=True) if self.halo else None
+            )
+        arguments |= {
+            "cu": self.given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "ends": self.edges["ends"],
+            "begins": solved["begins"],
+            **{name: tables[name] for name in ("rates", "carries", "scales")},
+            "initial_state": initial,
+            "y": y,
+            "state": state,
+            **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
+        }
+        constants = {
+            "INITIAL": initial is not None,
+            **{name: self.flags[name] for name in ("PACKED", "HALO", "WIDTH", "VALUES")},
+            "D": width,
+            "STAGES": config.num_stages,
+            "SLOTS": config["SLOTS"],
+            "READ_REGISTERS": READ_REGISTERS,
+        }
+        programs = shape.batch * shape.heads * -(-shape.values // TILE)
+        kernel = (HOPPER_SPLIT, "omega_scan_split")
+        runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
+        return y, state
 
     def tiles(self, *names: str) -> dict[str, Any]:
         """Descriptors of tensors of the call, for the kernels that take tiles of TILE tokens; None
@@ -360,6 +458,7 @@ class Call:
             "PRECISION": self.gates_precision,
             **{name: self.flags[name] for name in ("MOMENTUM", "PACKED", "CHUNK", "HALO")},
             "LAGS": 1 << (shape.window - 2).bit_length() if shape.window > 1 else 0,
+            "PARTS": self.parts,
         }
         programs = self.slots * shape.heads
         kernel = (TABLES, "omega_tables")

@@ -20,6 +20,7 @@ from .triton_chunks import (
     load_rows,
     place_chunk,
     place_walk,
+    place_writes,
     shares,
     state_cells,
 )
@@ -74,6 +75,7 @@ def omega_gates(
     window: tl.int32,
     DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, HEADS: tl.constexpr, BOUND: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """One slot of HEADS heads. Gates come as (B, T, H[, window]), results as (B, H[, window], T).
 
@@ -138,7 +140,8 @@ def omega_gates(
         if GATES:
             w = s * tl.load(window_gates + at * window + lag, mask=here, other=0.0)
         to = out + (row * (window - 1) + lag)[None, :] * tokens
-        ok = here & (t > 0)[:, None] & (lag > 0)  # the token before, one lag less, same key
+        inner = t > 0 if PARTS == 1 else t % (CHUNK // PARTS) > 0
+        ok = here & inner[:, None] & (lag > 0)  # the token before, one lag less, same key
         if MOMENTUM:
             w += m * tl.load(m_band + (to - tokens - 1), mask=ok, other=0.0)
             tl.store(m_band + to, w, mask=here)
@@ -159,25 +162,26 @@ def omega_gates(
     place = (slot * heads + h).to(tl.int64)[None, :] * (HALO + CHUNK) + HALO
     _store_last(
         left, push, by_push, band, m_band, writes, pushes, row, place, known,
-        t, first, size, tokens, window, MOMENTUM,
+        t, first, size, tokens, window, MOMENTUM, 0, CHUNK, PARTS,
     )  # fmt: skip
     if HALO > 0:
         _store_last(
-            left, push, by_push, band, m_band, writes, pushes, row, place, known,
-            tl.arange(0, HALO) - HALO, first, size, tokens, window, MOMENTUM,
+            left, push, by_push, band, m_band, writes, pushes, row, place - HALO, known,
+            tl.arange(0, HALO), first, size, tokens, window, MOMENTUM, HALO, CHUNK, PARTS,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_last(
-    left, push, by_push, band, m_band, writes, pushes, row, place, known, keys, first, size, tokens,
-    window, MOMENTUM: tl.constexpr,
+    left, push, by_push, band, m_band, writes, pushes, row, place, known, cells, first, size,
+    tokens, window, MOMENTUM: tl.constexpr, OLDER: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """P and U of a chunk's last token for some keys."""
-    # The last token that writes a key, or that of the chunk.
-    s = tl.minimum(keys + window - 1, size - 1)
+    """P and U of a slot's last token for some rows of keys."""
+    keys, begin, s = place_writes(cells, window, OLDER, CHUNK, PARTS)
+    s = tl.minimum(s, size - 1)
     lag = s - keys
-    ok = ((s >= 0) & (lag >= 0))[:, None] & known[None, :]
+    ok = ((s >= begin) & (lag >= 0))[:, None] & known[None, :]
     at = row[None, :] * tokens + (first + s)[:, None]
     of_lag = at + (row * (window - 1))[None, :] * tokens + (lag * tokens)[:, None]
     written = tl.load(left + at, mask=ok, other=0.0) * tl.load(band + of_lag, mask=ok, other=0.0)
@@ -186,8 +190,8 @@ def _store_last(
         u = tl.load(m_band + of_lag, mask=ok, other=0.0)
         written += tl.load(by_push + at, mask=ok, other=0.0) * u
         pushed = tl.load(push + at, mask=ok, other=0.0) * u
-    to = place + keys[:, None]
-    ok = (keys == keys)[:, None] & (known & (size > 0))[None, :]
+    to = place + cells[:, None]
+    ok = (cells == cells)[:, None] & (known & (size > 0))[None, :]
     tl.store(writes + to, written, mask=ok)
     if MOMENTUM:
         tl.store(pushes + to, pushed, mask=ok)

@@ -1,14 +1,17 @@
 """Config spaces of the Triton backend: which tiles exist, which fit, which is the default.
 
-Chunks and windows belong to the function; what is left to choose is how many columns of the memory
-a program takes. CHAIN_V, `num_warps` and `num_stages` are those of the walk along the sequence,
-which wants as many programs as there are multiprocessors; READ_V and READ_WARPS those of the reads.
+Chunks and windows belong to the function (but for the "dot" loss, whose errors meet no memory: any
+chunk gives the same, and kernels take one of TILE tokens). What is left to choose is how many
+columns of the memory a program takes. CHAIN_V, `num_warps` and `num_stages` are those of the walk
+along the sequence, which wants as many programs as there are multiprocessors; READ_V and READ_WARPS
+those of the reads.
 The kernels for Hopper (HOPPER) have tiles of one size: `num_stages` of a chunk's operands, SLOTS of
 what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
@@ -21,7 +24,10 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
 HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
 HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
+HOPPER_SPLIT, SOLVE = f"{PACKAGE}.hopper_split", f"{PACKAGE}.triton_solve"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
+SPLIT_HALO = 32  # most of the latter where a tile has several chunks
+LEAST_SPLIT = 8  # tokens of the shortest of those
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
 # With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
@@ -36,11 +42,12 @@ class Bucket(NamedTuple):
     Attributes:
         size: bytes of an element.
         width, values: of a state, padded.
-        chunk: tokens of a chunk, padded.
+        chunk: rows of a tile that holds a chunk.
         halo: older tokens that a chunk sees, padded; 0 without any.
         momentum: whether there is a second state.
         heads: of all sequences, rounded up to a power of two.
-        tiled: whether bulk copies can bring tiles of TILE tokens, one a chunk.
+        parts: chunks in a tile of TILE tokens that bulk copies bring; 0 where they cannot.
+        tile_halo: `halo` of such a tile.
     """
 
     size: int
@@ -50,25 +57,46 @@ class Bucket(NamedTuple):
     halo: int
     momentum: bool
     heads: int
-    tiled: bool = False
+    parts: int = 0
+    tile_halo: int = 0
 
 
-def halo_of(shape: OmegaShape) -> int:
-    """Rows of a tile of older keys."""
-    return padded(shape.window - 1) if shape.window > 1 else 0
+def walked(shape: OmegaShape) -> OmegaShape:
+    """A call of the same function, in the chunks that kernels take."""
+    return replace(shape, chunk_size=TILE) if shape.dot else shape
+
+
+def rows_of(chunk: int) -> int:
+    """Rows of a tile that holds a chunk.
+
+    Not 32: Triton 3.6 compiles the backward of such tiles for Hopper to code that writes where it
+    should not.
+    """
+    rows = padded(chunk)
+    return 2 * rows if rows == 32 else rows
+
+
+def halo_of(shape: OmegaShape, parts: int = 1) -> int:
+    """Rows of a tile of older keys, as many of each of `parts` chunks."""
+    if shape.window == 1:
+        return 0
+    return parts * max(padded(0) // parts, 1 << (shape.window - 2).bit_length())
 
 
 def bucket(shape: OmegaShape) -> Key:
     """The `Bucket` of a call."""
+    shape = walked(shape)
+    parts = parts_of(shape)
     return Bucket(
         shape.dtype.itemsize,
         padded(shape.wide),
         padded(shape.values),
-        padded(shape.chunk_size),
+        rows_of(shape.chunk_size),
         halo_of(shape),
         shape.momentum,
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
-        _tiled(shape),
+        parts,
+        halo_of(shape, max(parts, 1)),
     )
 
 
@@ -77,23 +105,28 @@ def tile_width(width: int) -> int:
     return max(TILE, padded(width))
 
 
-def _tiled(shape: OmegaShape) -> bool:
+def parts_of(shape: OmegaShape) -> int:
+    """Chunks of a tile of TILE tokens, 0 where bulk copies cannot bring those."""
     own = TILE * shape.batch  # what the last chunks of sequences may add
     tokens = shape.tokens if shape.packed else shape.batch * shape.tokens
     # Of the largest matrix of tiles, whose rows have 32 bits.
-    rows = (tokens + own) * shape.heads * max(1, -(-shape.values // TILE))
-    return (
+    most = max(1 + SPLIT_HALO / TILE, -(-shape.values // TILE))
+    rows = (tokens + own) * shape.heads * most
+    tiled = (
         shape.aligned
-        and shape.chunk_size == TILE
+        and shape.chunk_size <= TILE
+        and TILE % shape.chunk_size == 0
         and shape.dtype.itemsize == 2
         and shape.wide % 8 == shape.values % 8 == 0
         and 0 < rows < 2**31
         and min(shape.tokens, shape.wide, shape.values) > 0
     )
+    return TILE // shape.chunk_size if tiled else 0
 
 
 def refusal(shape: OmegaShape) -> str | None:
     """None, or why no config serves this call."""
+    shape = walked(shape)
     limits = (
         ("chunk_size", shape.chunk_size, MOST_CHUNK),
         ("window − 1", shape.window - 1, min(MOST_HALO, shape.chunk_size)),
@@ -123,10 +156,22 @@ def _not_hopper(bucket: Bucket, device: Device) -> str | None:
         return f"is written for sm_90, this is {device.arch}"
     if not runtime.has_gluon():
         return "is written in Gluon, which needs Triton 3.6 or newer"
-    if not bucket.tiled or bucket.halo > TILE_HALO:
+    if bucket.parts == 0 or (bucket.parts == 1 and bucket.halo > TILE_HALO):
         return (
             f"serves aligned 16-bit tensors in chunks of {TILE}, with windows up to {TILE_HALO + 1}"
         )
+    return None
+
+
+def _not_split(bucket: Bucket) -> str | None:
+    """None, or why the Gluon kernels cannot take several chunks at once."""
+    if bucket.parts > TILE // LEAST_SPLIT or bucket.tile_halo > SPLIT_HALO:
+        return (
+            f"takes short chunks from {LEAST_SPLIT} tokens on, and {SPLIT_HALO} older keys of all "
+            f"in {TILE}"
+        )
+    if bucket.momentum:
+        return "has no momentum in short chunks"
     return None
 
 
@@ -138,10 +183,15 @@ def _room(shared: int, device: Device) -> str | None:
 
 
 def _fits_hopper(config: Config, bucket: Bucket, device: Device) -> str | None:
-    width, older = tile_width(bucket.width), bucket.halo
+    width, older = tile_width(bucket.width), bucket.tile_halo
     if bucket.momentum and width > TILE:
         return f"has registers for a momentum of rows up to {TILE}"
     tile = TILE * (2 * width + 2 * TILE) + older * (width + 2 * TILE)
+    if bucket.parts > 1:
+        reason = _not_split(bucket)
+        if reason is not None:
+            return reason
+        tile += (TILE + older) ** 2
     left = TILE * (width * (1 + bucket.momentum) + TILE + older)
     return _room(2 * (config.num_stages * tile + config["SLOTS"] * left), device)
 
@@ -150,6 +200,8 @@ def _fits_hopper_bwd(config: Config, bucket: Bucket, device: Device) -> str | No
     width, older = tile_width(bucket.width), bucket.halo
     if bucket.momentum:
         return "has no momentum"
+    if bucket.parts > 1:
+        return f"serves chunks of {TILE}"
     keys = TILE + older
     tile = TILE * (width + TILE) + keys * (width + TILE)
     left = TILE * (2 * width + 2 * keys)
@@ -230,7 +282,7 @@ SPACE_FWD: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=lambda key, device: _default(SPACE_FWD, key, device, "READ_V"),
-    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, HOPPER),
+    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, SOLVE, HOPPER, HOPPER_SPLIT),
 )
 
 

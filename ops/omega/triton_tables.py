@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_chunks import load_band, load_sums, place_chunk, shares
+from .triton_chunks import load_band, load_sums, place_chunk, place_writes, shares
 
 TABLES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
 LOWEST = tl.constexpr(-32)  # exponent of the smallest scale of a row: less is as good as nothing
@@ -23,15 +23,16 @@ def _scale(largest):
 def _store_shares(
     out, whole, rest, band, exact, row, rows, tokens, first, size, window, seen, inverse, exponent,
     DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr, LAGS: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """P of KEYS keys, the first one OLDER tokens in front of the chunk, as `shares` has it, over
-    the scale of each query: all as if behind the window, and over those in it, on their diagonals,
-    `exact` [queries, LAGS], what the band says.
+    """P of KEYS rows of keys, the slot's own ones or OLDER ones, as `shares` has it, over the scale
+    of each query: all as if behind the window, and over those in it, on their diagonals, `exact`
+    [queries, LAGS], what the band says.
     """
     cell = tl.arange(0, KEYS)
-    s = cell + (window - 1 - OLDER)  # the last token that writes a key
-    last = load_band(band, row, window - 1, window, tokens, first, s, size)
-    later = (seen[:, None] >= s[None, :]) & (seen < size)[:, None]
+    keys, begin, s = place_writes(cell, window, OLDER, CHUNK, PARTS)
+    last = load_band(band, row, s - keys, window, tokens, first, s, size)
+    later = (seen[:, None] >= s[None, :]) & (seen < size)[:, None] & (s >= begin)[None, :]
     if DECAY:
         w, r = load_sums(whole, rest, row, tokens, first, seen, size)
         v, u = load_sums(whole, rest, row, tokens, first, s, size)
@@ -45,10 +46,14 @@ def _store_shares(
     if LAGS > 0:
         tl.debug_barrier()  # other threads' numbers are replaced
         lag = tl.arange(0, LAGS)
-        key = seen[:, None] - lag[None, :] + OLDER
+        LENGTH: tl.constexpr = CHUNK // PARTS
+        part = seen // LENGTH
+        behind = seen - part * LENGTH  # tokens of the same chunk in front of the one that is seen
+        cell = behind[:, None] - lag[None, :] + OLDER // PARTS
         inside = ((seen >= 0) & (seen < size))[:, None] & (lag < window - 1)[None, :]
-        inside = inside & (key >= 0) & (key < KEYS)
-        tl.store(out + (to[:, None] + key), exact, mask=inside)
+        inside = inside & (cell >= 0) & (cell < KEYS // PARTS)
+        cell += (part * (KEYS // PARTS))[:, None]
+        tl.store(out + (to[:, None] + cell), exact, mask=inside)
 
 
 @triton.jit(do_not_specialize=TABLES_RUNTIME)
@@ -59,7 +64,7 @@ def omega_tables(
     window: tl.int32,
     DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, HALO: tl.constexpr, WINDOW: tl.constexpr,
-    LAGS: tl.constexpr, PRECISION: tl.constexpr,
+    LAGS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and head, as each query sees it: P of the chunk's own keys (slots, H, CHUNK,
     CHUNK) and of the older ones (slots, H, CHUNK, HALO), A and a, all over the query's scale, and
@@ -111,10 +116,10 @@ def omega_tables(
         else:
             _store_shares(
                 shares_own, whole, rest, band, exact, row, rows, tokens, first, size, window, seen,
-                inverse, exponent, DECAY, CHUNK, 0, LAGS,
+                inverse, exponent, DECAY, CHUNK, 0, LAGS, CHUNK, PARTS,
             )  # fmt: skip
             if HALO > 0:
                 _store_shares(
                     shares_older, whole, rest, band, exact, row, rows, tokens, first, size, window,
-                    seen, inverse, exponent, DECAY, HALO, HALO, LAGS,
+                    seen, inverse, exponent, DECAY, HALO, HALO, LAGS, CHUNK, PARTS,
                 )  # fmt: skip

@@ -133,6 +133,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"width": 128},
     {"momentum": True, "packed": True, "batch": 3},
     {"chunk_size": 16},
+    {"chunk_size": 16, "width": 128, "packed": True, "batch": 3},
+    {"chunk_size": 8},
+    {"chunk_size": 32},
     {"dtype": torch.float32},
 )
 # Any other is compiled for the first of these widths that it serves. Narrow ones have configs of

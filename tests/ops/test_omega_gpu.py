@@ -130,6 +130,15 @@ RULES = [
     FEW.but(window=65, momentum=False),
     FEW.but(chunk_size=128, tokens=300, momentum=False),
     FEW.but(chunk_size=1, window=2, tokens=40, momentum=False),
+    FEW.but(chunk_size=16, momentum=False, carried=True, batch=2, window=5),
+    FEW.but(chunk_size=16, momentum=False, window=1, gates=False, decay=False),
+    FEW.but(chunk_size=16, momentum=False, read_before=True, packed=(0, 70, 70, 134, 140)),
+    FEW.but(chunk_size=32, momentum=False, window=17, carried=True, read_before=True, batch=2),
+    FEW.but(chunk_size=32, momentum=False, packed=(0, 1, 64, 65, 150), carried=True),
+    FEW.but(chunk_size=32, momentum=False, width=128, values=80),
+    FEW.but(chunk_size=8, momentum=False, packed=(0, 50, 120), carried=True),
+    FEW.but(chunk_size=8, momentum=False, window=1, width=80, values=128),
+    FEW.but(chunk_size=8, inner_loss="dot", carried=True, window=3),
     FEW.but(tokens=11),
     FEW.but(tokens=1, carried=True),
 ]
@@ -233,16 +242,21 @@ def test_a_negative_decay_gives_nan(device: torch.device) -> None:
 TOKENS = 8192
 
 
+@pytest.mark.parametrize("chunk_size", [64, 16, 8])
 @pytest.mark.parametrize("stream", list(streams(2)))
-def test_streams_that_make_the_plain_rule_diverge(stream: str, device: torch.device) -> None:
+def test_streams_that_make_the_plain_rule_diverge(
+    stream: str, chunk_size: int, device: torch.device
+) -> None:
     """Gates at their maximum for 8,192 tokens: results as near to float64 as plain torch's.
 
     Its gradients are no yardstick: it forms them in fp32. A hundredth is two or three roundings of
-    operands in bf16.
+    operands in bf16. In short chunks steps are larger, and what a step is worth hangs on errors so
+    small that the rounding of M is more than them in plain torch, too: there, no worse than that.
     """
     k, v = (x.to(device, BF16) for x in streams(TOKENS, 64)[stream])
-    step = ops.omega_step_size(k, torch.ones(1, TOKENS, 2, device=device), chunk_size=64)
-    given = {"q": k, "k": k, "v": v, "step": step, "window": 4, "chunk_size": 64}
+    gate = torch.ones(1, TOKENS, 2, device=device)
+    step = ops.omega_step_size(k, gate, chunk_size=chunk_size)
+    given = {"q": k, "k": k, "v": v, "step": step, "window": 4, "chunk_size": chunk_size}
     exact = {name: x.double() if oracle.is_floating(x) else x for name, x in given.items()}
     upstream: oracle.Tensors = {}
 
@@ -260,7 +274,7 @@ def test_streams_that_make_the_plain_rule_diverge(stream: str, device: torch.dev
 
     with alloc.poison():
         results, gradients = oracle.run(call, given | {"backend": "triton"}, draw)
-    plain, _ = oracle.run(call, given | {"backend": "eager"}, None)
+    plain, plain_slopes = oracle.run(call, given | {"backend": "eager"}, same)
     truth, slopes = oracle.run(call, exact, same)
     size = float(v.double().norm(dim=-1).square().mean().sqrt())
     assert results["out1"].norm(dim=(2, 3)).max() < 8 * size
@@ -268,8 +282,12 @@ def test_streams_that_make_the_plain_rule_diverge(stream: str, device: torch.dev
         verify.compare(x, truth[name], plain[name], name=name, dtype=BF16)
     for name, x in gradients.items():
         assert x.isfinite().all(), name
-        distance = float((x.double() - slopes[name]).norm() / slopes[name].norm())
-        assert distance <= 1e-2, f"{name}: {distance:.1e} apart"
+        distance, of_plain = (
+            float((slope.double() - slopes[name]).norm() / slopes[name].norm())
+            for slope in (x, plain_slopes[name])
+        )
+        most = 1e-2 if chunk_size == 64 else max(1e-2, of_plain)
+        assert distance <= most, f"{name}: {distance:.1e} apart, plain torch {of_plain:.1e}"
 
 
 def test_more_programs_than_65535(device: torch.device) -> None:

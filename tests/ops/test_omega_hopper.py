@@ -176,16 +176,22 @@ def test_who_is_served() -> None:
         assert not config(case, space, other).get("HOPPER")
         for unserved in (
             case.but(chunk_size=37), case.but(window=18), case.but(values=70),
-            case.but(width=128, momentum=True),
+            case.but(width=128, momentum=True), case.but(chunk_size=4), case.but(chunk_size=128),
+            case.but(chunk_size=16, momentum=True), case.but(chunk_size=16, window=10),
         ):  # fmt: skip
             assert not config(unserved, space, hopper).get("HOPPER"), unserved.name
+        of_any = case.but(chunk_size=37, inner_loss="dot")
+        assert config(of_any, space, hopper).get("HOPPER"), "the chunk of 'dot' is free"
+        for short in (case.but(chunk_size=16), case.but(chunk_size=32, window=17)):
+            served = bool(config(short, space, hopper).get("HOPPER"))
+            assert served == (space is SPACE_FWD), short.name
     long = shape_of(case.arguments(0, torch.bfloat16, CPU))
     for batch, tokens, packed, tiled in (
         (1, 1 << 28, False, True), (1, 1 << 29, False, False), (1 << 14, 1 << 20, True, True),
         (1 << 14, 1 << 20, False, False),
     ):  # fmt: skip
         changed = replace(long, batch=batch, tokens=tokens, packed=packed)
-        assert Bucket(*SPACE_FWD.bucket(changed)).tiled == tiled, (batch, tokens)
+        assert bool(Bucket(*SPACE_FWD.bucket(changed)).parts) == tiled, (batch, tokens)
     served = {
         space.pass_: bool(config(case.but(momentum=True), space, hopper).get("HOPPER"))
         for space in (SPACE_FWD, SPACE_BWD)
