@@ -1,8 +1,9 @@
-"""A token of the Omega rule on one memory of a cache, which is read once and seldom written.
+"""A token of the Omega rule on one memory of a cache, which is read once.
 
-A program has one row and one head: what it writes, no other one reads. Only `filled` and
-`tail_length` are shared, by the heads of a row. These count themselves off in the upper half of
-`filled` when they have read both, and the last one writes what follows.
+A chunk that is full was folded into its memory before, by `omega_fold`. A program has one row and
+one head: what it writes, no other one reads. Only `filled` and `tail_length` are shared, by the
+heads of a row. These count themselves off in the upper half of `filled` when they have read both,
+and the last one writes what follows.
 
 Letters are those of `omega.eager`: P and U are the weights of rows, A, a and B the decays.
 """
@@ -11,7 +12,6 @@ import triton
 import triton.language as tl
 
 ARRIVED = tl.constexpr(1 << 16)  # in `filled`: a head that is done; what is below it are tokens
-TF32 = tl.constexpr(-1 << 13)  # the bits of a number that TF32 keeps
 LINEAR, SQUARE = tl.constexpr(1 / 1.5), tl.constexpr(0.5 / 1.5)  # default features
 RUNTIME = (
     "heads", "width", "window", "chunk", "stride_powers",
@@ -108,45 +108,6 @@ def _both(a, b, c, d):
 
 
 @triton.jit
-def _fold(
-    x, add, keys, residuals, weights, powers, rate, share, first, end, width,
-    stride_x, stride_add, stride_keys, stride_residuals, stride_weights,
-    ADD: tl.constexpr, POWERS: tl.constexpr, GIVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr, FOLD: tl.constexpr, FOLD_V: tl.constexpr,
-    FOLD_STAGES: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x ← rate·x + share·add − φ(K)ᵀ (weights ∘ R) of the rows from `first` to `end`, in place.
-
-    HALF: keys have no more bits than TF32, so that two products are exact to fp32.
-    """
-    block = tl.arange(0, FOLD)
-    for e0 in tl.range(0, VALUES, FOLD_V):
-        e = e0 + tl.arange(0, FOLD_V)
-        for d0 in tl.range(0, width, FOLD):
-            d = d0 + block
-            change = tl.zeros([FOLD, FOLD_V], tl.float32)
-            for r0 in tl.range(first, end, FOLD, num_stages=FOLD_STAGES):
-                there = r0 + block < end
-                kr = _rows(keys, r0, block, d, there, d < WIDTH, stride_keys, ALIGNED)
-                kr = _features(kr, (d < WIDTH)[None, :], powers, POWERS, GIVEN)
-                error = _rows(residuals, r0, block, e, there, e < VALUES, stride_residuals, ALIGNED)
-                part = tl.load(weights + (r0 + block) * stride_weights, mask=there, other=0.0)
-                error *= part[:, None]
-                if HALF:
-                    high = (error.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
-                    change = tl.dot(tl.trans(kr), high, change, input_precision=PRECISION)
-                    error -= high
-                change = tl.dot(tl.trans(kr), error, change, input_precision=PRECISION)
-            inside = (d < WIDTH)[:, None] & (e < VALUES)[None, :]
-            of_x = _tile(x, d, e, stride_x, ALIGNED)
-            new = rate * tl.load(of_x, mask=inside, other=0.0) - change
-            if ADD:
-                of_add = _tile(add, d, e, stride_add, ALIGNED)
-                new += share * tl.load(of_add, mask=inside, other=0.0)
-            tl.store(of_x, new, mask=inside)
-
-
-@triton.jit
 def _move_up(
     x, cols, older, chunk, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -184,14 +145,12 @@ def omega_step(
     DOT: tl.constexpr, DECAY: tl.constexpr, GATES: tl.constexpr, MOMENTUM: tl.constexpr,
     BEFORE: tl.constexpr, POWERS: tl.constexpr, GIVEN: tl.constexpr, ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr, FOLD: tl.constexpr,
-    FOLD_V: tl.constexpr, FOLD_STAGES: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One row and head. y is contiguous, as gates and slots are; POWERS is 0 for the identity.
 
     Rows of M, then those of the open chunk, come ROWS at a time, STAGES blocks of them in flight,
-    and are summed in fp32: there is one query. SPAN weights are renewed at a time. A fold goes by
-    blocks [FOLD, FOLD_V] of M, FOLD rows of the chunk at a time.
+    and are summed in fp32: there is one query. SPAN weights are renewed at a time.
     """
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
@@ -208,39 +167,9 @@ def omega_step(
         count = tl.load(filled + slot * stride_filled_n) & (ARRIVED - 1)
         length = tl.load(tail + slot * stride_tail_n)
         first = older - length  # of the rows that exist
-        full = count == chunk
-        if full:
-            memory = _of(state, slot, head, stride_state_n, stride_state_h)
-            keys_here = _of(keys, slot, head, stride_keys_n, stride_keys_h)
-            residuals_here = _of(residuals, slot, head, stride_residuals_n, stride_residuals_h)
-            impulse = memory
-            old_carry = 0.0
-            if MOMENTUM:
-                impulse = _of(velocity, slot, head, stride_velocity_n, stride_velocity_h)
-                old_carry = tl.load(_of(carry, slot, head, stride_carry_n, stride_carry_h))
-            _fold(
-                memory, impulse, keys_here, residuals_here,
-                _of(write, slot, head, stride_write_n, stride_write_h), powers,
-                tl.load(_of(rate, slot, head, stride_rate_n, stride_rate_h)), old_carry,
-                first, older + chunk, width, stride_state_r, stride_velocity_r, stride_keys_r,
-                stride_residuals_r, stride_write_r, MOMENTUM, POWERS, GIVEN, ALIGNED, WIDTH,
-                VALUES, FOLD, FOLD_V, FOLD_STAGES, HALF, PRECISION,
-            )  # fmt: skip
-            if MOMENTUM:
-                tl.debug_barrier()  # S was read for M
-                _fold(
-                    impulse, memory, keys_here, residuals_here,
-                    _of(push, slot, head, stride_push_n, stride_push_h), powers,
-                    tl.load(_of(drop, slot, head, stride_drop_n, stride_drop_h)), old_carry,
-                    first, older + chunk, width, stride_velocity_r, stride_state_r, stride_keys_r,
-                    stride_residuals_r, stride_push_r, False, POWERS, GIVEN, ALIGNED, WIDTH,
-                    VALUES, FOLD, FOLD_V, FOLD_STAGES, HALF, PRECISION,
-                )  # fmt: skip
-            tl.debug_barrier()  # M is read by other threads, residuals are written below
+        full = count == chunk  # and folded: M and S are those of a new chunk
 
-        # The token in the scalars of its chunk. The slot is read again, here and below: addresses
-        # that are formed once for all take 40 registers.
-        slot = tl.load(slots + row)
+        # The token in the scalars of its chunk.
         q = _of(q, row, head, stride_q_n, stride_q_h)
         k = _of(k, row, head, stride_k_n, stride_k_h)
         d = tl.arange(0, D)
@@ -315,8 +244,6 @@ def omega_step(
             of_query -= part[:, None] * error
 
         # Older keys meet the memory that a chunk begins with.
-        slot = tl.load(slots + row)
-        residuals_here = _of(residuals, slot, head, stride_residuals_n, stride_residuals_h)
         late = tl.zeros([V], tl.float32)
         if begins:
             keys_here = _of(keys, slot, head, stride_keys_n, stride_keys_h)

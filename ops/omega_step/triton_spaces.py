@@ -3,7 +3,7 @@
 A program has one head's memory. ROWS: of M, and of the open chunk, that are read at a time, with
 `num_stages` blocks of them on their way; of loose rows one, no copy to shared memory takes those.
 REGISTERS: most of a thread, so that a multiprocessor has room for enough programs to wait for
-memory. FOLD_V: columns of M that are folded at a time, FOLD_STAGES blocks of rows on their way.
+memory. The kernel that folds has a config by a rule, which no sweep changes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
 from ..omega.op import OmegaShape
-from ..triton_runtime import padded
+from ..triton_runtime import LEAST, padded
 from .op import PACKAGE
 
 OP = "omega_step_"
-KERNELS = f"{PACKAGE}.triton_kernels"
+KERNELS, FOLD_KERNELS = f"{PACKAGE}.triton_kernels", f"{PACKAGE}.triton_fold"
 MOST_WIDTH = MOST_VALUES = 256
 # Tokens and heads share a counter of 31 bits.
 MOST_CHUNK, MOST_HEADS = (1 << 16) - 1, (1 << 15) - 1
-FOLD = 16  # rows of M, and of a chunk, that are folded at a time
+FOLD_SIDE = 32  # of a tile of M
+# Rows of a chunk that are added to a tile at a time, and stages, with which all of a chunk of 64
+# and a window of 4 are in flight; fewer at a time where there are two products, or parts of one.
+FOLD_ROWS, FOLD_ROWS_OF_MANY = (32, 4), (16, 6)
+FOLD_PROGRAMS = 4  # for each multiprocessor
 NUMBERS = (8, 16)  # of a block of rows, for each thread; loose ones each take an address
 LOOSE_NUMBERS = 4
 ROOMY = 128  # registers with which the greater number, fp32 and momentum do not spill
@@ -111,19 +115,41 @@ def _default(key: Key, device: Device) -> Config:
     return max(fitting, key=worth)
 
 
+def fold_config(key: Key) -> Config:
+    """Small tiles, so that the heads of few rows are many programs.
+
+    A warp multiplies 16 of their rows, more warps would do the same again. With 64 rows the four
+    of them took wgmma, whose TF32 operands lie in shared memory in one order alone.
+    """
+    bucket = Bucket(*key)
+    width, values = min(bucket.width, FOLD_SIDE), min(bucket.values, FOLD_SIDE)
+    rows, stages = FOLD_ROWS
+    if bucket.loose:
+        rows, stages, values = LEAST, 1, LEAST
+    elif bucket.momentum or bucket.size == 4:
+        rows, stages = FOLD_ROWS_OF_MANY
+    return Config.make(width // LEAST, stages, "mma", FOLD_D=width, FOLD_V=values, FOLD_ROWS=rows)
+
+
+def fold_programs(config: Config, shape: OmegaShape, device: Device) -> int:
+    """As many as can run at a time, or as there are tiles, if that is less.
+
+    A call seldom folds more than a row in chunk_size, of which only the device knows which. One
+    program for each row and head would be thousands that end at once, in front of few with work;
+    one for each row, whose heads it folds in turn, none to end but a long one. So each program
+    looks at all rows, which is as long as looking at one, and folds every n-th tile that it finds:
+    of 4096 heads 64 fold in a call, a tile or two a program, and of 16 heads each tile has its own.
+    """
+    tiles = -(-shape.wide // config["FOLD_D"]) * -(-shape.values // config["FOLD_V"])
+    return min(shape.batch * shape.heads * tiles, FOLD_PROGRAMS * device.multiprocessors)
+
+
 def _config(rows: int, stages: int, warps: int, registers: int = ROOMY) -> Config:
-    roomy = registers == ROOMY
-    return Config.make(
-        warps, stages, "mma", ROWS=rows, REGISTERS=registers,
-        FOLD_V=(32 if roomy and warps <= 4 else 8 if warps == 8 else 16) * warps,
-        FOLD_STAGES=2 if roomy and rows > 8 and warps <= 4 else 1,
-    )  # fmt: skip
+    return Config.make(warps, stages, "fma", ROWS=rows, REGISTERS=registers)
 
 
 def _loose(rows: int, warps: int) -> Config:
-    return Config.make(
-        warps, 1, "mma", ROWS=rows, REGISTERS=ROOMY, FOLD_V=max(8 * warps, 16), FOLD_STAGES=1
-    )
+    return _config(rows, 1, warps)
 
 
 SPACE_FWD = Space(
@@ -163,6 +189,6 @@ SPACE_FWD = Space(
     fits=_fits,
     bucket=bucket,
     default=_default,
-    sources=(KERNELS,),
+    sources=(KERNELS, FOLD_KERNELS),
     near=("heads",),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from ...autotune.compile import CompileCase, target_device
+from ...autotune.compile import CompileCase, KernelSource, target_device
 from ...autotune.space import Config, Device, assume_device, use_config
 from .. import triton_runtime as runtime
 from ..omega.cache import OmegaCache, omega_cache
@@ -48,9 +48,11 @@ class Problem:
 
     @property
     def checks(self) -> tuple[Problem, Problem]:
-        """One of the same widths, and one whose rows start anywhere."""
+        """One of the same widths, and one of others, whose rows start alike: configs are for either
+        aligned or loose rows.
+        """
         few = replace(self, rows=7, heads=3, few=True)
-        return few, replace(few, rows=5, width=self.width - 3, values=self.values - 1)
+        return few, replace(few, rows=5, width=_beside(self.width), values=_beside(self.values))
 
     @property
     def call(self) -> dict[str, Any]:
@@ -160,6 +162,12 @@ class Problem:
         }
 
 
+def _beside(length: int) -> int:
+    """Another length of the same tile that is a multiple of 16 bytes if this one is."""
+    less = length - 8
+    return less if less > 0 and runtime.padded(less) == runtime.padded(length) else length + 8
+
+
 def problem(
     *,
     N: int,
@@ -185,6 +193,7 @@ PROBLEMS = (
     *(Problem(f"N{n}-D{d}", n, 16, d, d) for n in (256, 64, 1) for d in (64, 128)),
     Problem("N256-D64-momentum", 256, 16, 64, 64, momentum=True),
     Problem("N256-D64-fp32", 256, 16, 64, 64, dtypes=("fp32",)),
+    Problem("N64-D61-V63", 64, 16, 61, 63),  # loose rows
 )
 SPACES = (SPACE_FWD,)
 
@@ -210,18 +219,19 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
-    """The kernel of every config that fits the target, in chunks of 64 and with a window of 4.
+    """Both kernels of every config that fits the target, in chunks of 64 and with a window of 4.
 
-    The launcher itself runs on meta tensors and its launch is recorded, so a report sees what a
+    The launcher itself runs on meta tensors and its launches are recorded, so a report sees what a
     call would compile. Default configs are compiled for some other rules, too. `quick` keeps the
-    default config of the first width.
+    default config of the first width. The kernel that folds is the same for many configs, which
+    share its report.
     """
     cases: dict[tuple[Config, str], CompileCase] = {}
     device = target_device(target)
     with assume_device(device):
         for config, shape in _compiled(device, quick):
-            case = _recorded(config, shape)
-            cases.setdefault((config, repr(case.source)), case)
+            for case in _recorded(config, shape):
+                cases.setdefault((config, repr(case.source)), case)
     return list(cases.values())
 
 
@@ -266,7 +276,7 @@ def _compile_shape(width: int, values: int) -> OmegaShape:
     )
 
 
-def _recorded(config: Config, shape: OmegaShape) -> CompileCase:
+def _recorded(config: Config, shape: OmegaShape) -> list[CompileCase]:
     def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
@@ -288,5 +298,10 @@ def _recorded(config: Config, shape: OmegaShape) -> CompileCase:
     )  # fmt: skip
     with use_config(SPACE_FWD, config), runtime.record_launches() as sources:
         triton.fwd(shape, given, cache)
-    (source,) = sources
-    return CompileCase(OP, "fwd", config, source)
+    return [
+        CompileCase(
+            OP, "fwd", config, source, matrix="mma" if source.name == "omega_fold" else None
+        )
+        for source in sources
+        if isinstance(source, KernelSource)
+    ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastweights import ops
 from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
@@ -96,6 +97,30 @@ def test_every_config_of_every_case_can_be_launched(name: str) -> None:
         wanted = {x for x in wanted if not x.endswith("/cuda")}
     assert met == wanted
     assert all(1 <= configs <= 24 and launched >= 1 for _, configs, launched in found)
+
+
+@pytest.mark.parametrize("name", TUNINGS)
+def test_checks_take_every_config_of_their_problem(name: str) -> None:
+    """A sweep forces a config on the checks, too: one that they do not take would be rejected."""
+    device = Device("sm_90", 232448, multiprocessors=132, name="nvidia-test")
+    refused, asked = [], 0
+    with assume_device(device), FakeTensorMode():
+        for problem in TUNINGS[name].PROBLEMS:
+            for case in cases.collect([problem], CPU):
+                for small in problem.checks:
+                    call = case.call(small, CPU, seed=0)
+                    package, shape = dispatch.planned(problem.functions[0], **call.arguments)
+                    spaces = dispatch.spaces(package, case.space.backend, shape, device)
+                    if case.space not in spaces.values():
+                        continue  # this check launches kernels of another space
+                    key = case.space.bucket(shape)
+                    for config in case.configs(device, "full"):
+                        asked += 1
+                        reason = case.space.fits(config, key, device)
+                        if reason is not None:
+                            refused.append(f"{case.label}, {small}: {config.name} {reason}")
+    assert asked > 0
+    assert not refused, "\n".join(refused[:20])
 
 
 class Tiny:

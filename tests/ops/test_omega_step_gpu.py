@@ -259,6 +259,23 @@ def test_rows_in_another_order_give_equal_bits(device: torch.device) -> None:
     assert torch.equal(first["cache"].filled, before % problem.chunk_size + 1)
 
 
+@pytest.mark.parametrize("momentum", [False, True], ids=["plain", "momentum"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_all_rows_fold_at_once(width: int, momentum: bool, device: torch.device) -> None:
+    """Many tiles for each program; M and S have the bits of calls with a tile for each program."""
+    problem = tuning.Problem("", 600, 5, width, width, chunk_size=16, momentum=momentum)
+    given = problem.inputs(BF16, device, 0) | problem.call
+    given["cache"].filled.fill_(16)
+    whole, few = copied(given), copied(given)
+    STEP(**whole)
+    rows = ("q", "k", "v", "step", "decay", "window_gates", "momentum", "slots")
+    for first in range(0, 600, 20):
+        part = {name: given[name][first : first + 20] for name in rows if name in given}
+        STEP(**few | part)
+    assert_same(few["cache"][:2], whole["cache"][:2])
+    assert (whole["cache"].state != given["cache"].state).flatten(1).any(1).all()
+
+
 def test_repeated_runs_have_equal_bits(device: torch.device) -> None:
     """While matrix products of another stream disturb the timing, and with all that is written."""
     _, given = problem_inputs(200, device)

@@ -22,7 +22,7 @@ from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
 from fastweights.ops import OmegaCache, alloc
 from fastweights.ops.omega_step import triton as backend
-from fastweights.ops.omega_step import tuning
+from fastweights.ops.omega_step import triton_spaces, tuning
 from helpers import contracts, inputs, oracle
 from helpers.omega import Case
 from helpers.omega_cache import (
@@ -202,6 +202,46 @@ def test_caches_are_those_of_eager() -> None:
             found.append(problem.compared(oracle.named(OmegaCache._make(live))) | {"y": y})
         for name, x in found[1].items():
             torch.testing.assert_close(found[0][name], x, rtol=1e-5, atol=1e-6, msg=f"{t} {name}")
+
+
+# ---- folds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_rows_that_fold_are_found_among_many(momentum: bool) -> None:
+    """At both ends of what a program looks at together, in tiles of more than one row and column;
+    M and S move where a chunk is full, and nowhere else.
+    """
+    block = 2 * backend.SCANNED  # two warps
+    rows = 2 * block + 40
+    problem = tuning.Problem("", rows, 1, 40, 33, window=3, chunk_size=5, momentum=momentum)
+    given = problem.inputs(FP32, CPU, 0) | problem.call
+    cache, full = given["cache"], [4, 9, 14, 19, 24, 29]  # slot n holds n % 5 + 1 tokens
+    assert cache.filled[full].tolist() == [5] * 6
+    given["slots"] = torch.full((rows,), -1)
+    ends = [0, block - 1, block, 2 * block - 1, 2 * block, rows - 1]
+    given["slots"][ends] = torch.tensor(full)
+    given["slots"][[1, block + 1]] = torch.tensor([3, 10])
+    mine, other = (
+        OmegaCache._make(None if x is None else x.clone() for x in cache) for _ in range(2)
+    )
+    y = STEP(**given | {"cache": mine})
+    wanted = ops.omega_step_(**given | {"cache": other}, backend="eager")
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    for name in ("state", "momentum")[: 1 + momentum]:
+        x, begin = getattr(mine, name), getattr(cache, name)
+        torch.testing.assert_close(x, getattr(other, name), rtol=1e-5, atol=1e-5)
+        moved = (x != begin).flatten(1).any(1).nonzero().flatten()
+        assert moved.tolist() == full
+
+
+def test_programs_that_fold() -> None:
+    """As many as run at a time where heads are many, a tile each where they are few."""
+    device = replace(target_device("sm_90"), multiprocessors=132)
+    for batch, width, wanted in ((256, 64, 528), (1, 64, 64), (1, 16, 16), (1, 128, 256)):
+        shape = shaped(batch=batch, width=width, values=width)
+        config = triton_spaces.fold_config(backend.bucket(shape))
+        assert triton_spaces.fold_programs(config, shape, device) == wanted
 
 
 # ---- gates --------------------------------------------------------------------------------------
@@ -457,7 +497,7 @@ SIGNATURES = """
         "misaligned": lambda x: inputs.embed(x, pad=1, offset=1),
     }
     for name, view in VIEWS.items():
-        keys = set()
+        keys = {"omega_fold": set(), "omega_step": set()}
         for i in range(40):
             rows, heads, window, chunk = 2 + i, 5 + i % 4, 1 + i % 9, 3 + 7 * i
             x, gate = torch.zeros(rows, heads, 24), torch.zeros(rows, heads)
@@ -475,20 +515,23 @@ SIGNATURES = """
             )
             with triton_runtime.record_launches() as found:
                 backend.fwd(shape, given, cache)
-            keys |= {repr(source) for source in found}
-        print(name, len(keys))
+            for source in found:
+                keys[source.name].add(repr(source))
+        print(name, *map(len, keys.values()))
 """
 
 
 def test_forty_sizes_and_views_compile_once() -> None:
-    """One signature whatever the rows, heads, windows, chunks and strides; one more unaligned."""
+    """One signature of each kernel whatever the rows, heads, windows, chunks and strides; one more
+    unaligned.
+    """
     lines = contracts.run_uninterpreted(SIGNATURES)
-    assert [line.split() for line in lines] == [["embedded", "1"], ["misaligned", "1"]]
+    assert [line.split() for line in lines] == [["embedded", "1", "1"], ["misaligned", "1", "1"]]
 
 
 COMPILED = """
     import json
-    from fastweights.ops.omega_step import tuning
+    from fastweights.ops.omega_step import triton_spaces, tuning
     for target in ("sm_80", "sm_90"):
         for quick in (True, False):
             cases = tuning.compile_cases(target, quick)
