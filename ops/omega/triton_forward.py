@@ -42,6 +42,9 @@ TABLES_WARPS = {False: 2, True: 4}
 READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
 # Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
 SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
+# Registers of a thread of it in 4 chunks: what spills, 24 bytes, costs less than one program more
+# on a multiprocessor gains. Wider rows spill far more.
+SOLVE_REGISTERS = 168
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 
@@ -340,7 +343,9 @@ class Call:
         }
         programs = self.slots * shape.heads
         kernel = (SOLVE, "omega_solve")
-        launched = Config.make(SOLVE_WARPS[self.parts], 1, "mma")
+        bounded = self.parts == 4 and self.flags["D"] <= TILE
+        registers = {"REGISTERS": SOLVE_REGISTERS} if bounded else {}
+        launched = Config.make(SOLVE_WARPS[self.parts], 1, "mma", **registers)
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
         return solved
 

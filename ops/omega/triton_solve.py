@@ -17,7 +17,7 @@ sequence then takes R = E − S E in one step. (I is left out: what an error owe
 import triton
 import triton.language as tl
 
-from .triton_chunks import load_tokens, place_chunk
+from .triton_chunks import load_tokens, place_chunk, place_writes
 
 SOLVE_RUNTIME = (
     "tokens", "heads", "sequences", "chunk", "chunks", "window",
@@ -35,6 +35,14 @@ def _cells(i, part, LENGTH: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexp
     older = i - (2 * LENGTH - EACH)
     cells = tl.where(own, part * LENGTH + i, CHUNK + part * EACH + older)
     return cells, own | (older >= 0)
+
+
+@triton.jit
+def _from_begin(rates, scales, row, start, BEFORE: tl.constexpr):
+    """A at the begin of the chunks whose first tokens are `start`."""
+    at = row + (start if BEFORE else start - 1)
+    rate = tl.load(rates + at, mask=start > 0, other=1.0)
+    return rate * tl.load(scales + at, mask=start > 0, other=1.0)
 
 
 @triton.jit(do_not_specialize=SOLVE_RUNTIME)
@@ -67,16 +75,11 @@ def omega_solve(
         ROWS: tl.constexpr = CHUNK + HALO
         at = slot.to(tl.int64) * heads + head
         to = solved + at * (ROWS * ROWS)
-        for row in tl.range(0, ROWS, 16):
-            rows = (row + tl.arange(0, 16))[:, None] * ROWS
-            zeros = tl.zeros([16, 16], solved.dtype.element_ty)
-            for col in tl.static_range(0, ROWS, 16):
-                tl.store(to + (rows + (col + tl.arange(0, 16))[None, :]), zeros)
-        tl.debug_barrier()  # other threads write between
-
         i = tl.arange(0, 2 * LENGTH)
         own = i < LENGTH
         token = tl.where(own, i, i - 2 * LENGTH)  # from the chunk's first on
+
+        # Loads first: each would else be waited for by itself.
         keys = ()
         for g in tl.static_range(PARTS):
             known = (g * LENGTH + token < size) & (token > -window)
@@ -86,27 +89,46 @@ def omega_solve(
                 TAIL and g == 0, LENGTHS,
             )  # fmt: skip
             keys += (tile,)
-            cells, there = _cells(i, g, LENGTH, EACH, CHUNK)
-            rate = 1.0
-            if g > 0:
-                seen = g * LENGTH if BEFORE else g * LENGTH - 1
-                of_query = at * CHUNK + seen
-                rate = tl.load(rates + of_query) * tl.load(scales + of_query)
-            cell = tl.where(own, HALO + cells, cells - CHUNK)
-            tl.store(begins + at * ROWS + cell, tl.zeros([2 * LENGTH], tl.float32) + rate, there)
-            if HALO > 0:
-                older = there & (i >= LENGTH)
-                row = ((slot.to(tl.int64) * HALO + cells - CHUNK) * heads + head)[:, None]
-                d = tl.arange(0, D)[None, :]
-                mask = older[:, None] & (d < WIDTH)
-                tl.store(k_older + (row * WIDTH + d), tile, mask=mask)
-                values = load_tokens(
-                    v, tail_v, tail_length, sequence, batch, head, heads, g * LENGTH + token,
-                    known & older, first, begin, window - 1, 0, stride_vb, stride_vt, stride_vh,
-                    VALUES, V, ALIGNED, TAIL and g == 0, LENGTHS,
-                )  # fmt: skip
-                e = tl.arange(0, V)[None, :]
-                tl.store(v_older + (row * VALUES + e), values, mask=older[:, None] & (e < VALUES))
+        scale = ()  # of P as each chunk finds it, and P of the rows of those before
+        parts = ()
+        for g in tl.static_range(1, PARTS):
+            of_query = at * CHUNK + (g * LENGTH if BEFORE else g * LENGTH - 1)
+            scale += (tl.load(scales + of_query),)
+            for j in tl.static_range(g):
+                cols, exist = _cells(i, j, LENGTH, EACH, CHUNK)
+                part = tl.load(shares_own + (of_query * CHUNK + cols), mask=own, other=0.0)
+                if HALO > 0:
+                    of_row = of_query * HALO + cols - CHUNK
+                    part += tl.load(shares_older + of_row, mask=exist & (i >= LENGTH), other=0.0)
+                parts += (part,)
+        cells = tl.arange(0, CHUNK)
+        from_begin = _from_begin(rates, scales, at * CHUNK, cells // LENGTH * LENGTH, BEFORE)
+        if HALO > 0:
+            older = tl.arange(0, HALO)
+            newer, start, _last = place_writes(older, window, HALO, CHUNK, PARTS)
+            known = (newer < size) & (start - newer < window)
+            key = load_tokens(
+                k, tail_k, tail_length, sequence, batch, head, heads, newer, known, first, begin,
+                window - 1, 0, stride_kb, stride_kt, stride_kh, WIDTH, D, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            value = load_tokens(
+                v, tail_v, tail_length, sequence, batch, head, heads, newer, known, first, begin,
+                window - 1, 0, stride_vb, stride_vt, stride_vh, VALUES, V, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            older_from_begin = _from_begin(rates, scales, at * CHUNK, start, BEFORE)
+            row = ((slot.to(tl.int64) * HALO + older) * heads + head)[:, None]
+            d = tl.arange(0, D)[None, :]
+            e = tl.arange(0, V)[None, :]
+            tl.store(k_older + (row * WIDTH + d), key, mask=d < WIDTH)
+            tl.store(v_older + (row * VALUES + e), value, mask=e < VALUES)
+            tl.store(begins + (at * ROWS + older), older_from_begin)
+        tl.store(begins + (at * ROWS + HALO + cells), from_begin)
+        for row in tl.range(0, ROWS, 16):
+            rows = (row + tl.arange(0, 16))[:, None] * ROWS
+            zeros = tl.zeros([16, 16], solved.dtype.element_ty)
+            for col in tl.static_range(0, ROWS, 16):
+                tl.store(to + (rows + (col + tl.arange(0, 16))[None, :]), zeros)
+        tl.debug_barrier()  # other threads write between the zeros
 
         # −S, column after column of blocks, so that few are at hand; all of −N for what follows.
         weights = ()
@@ -115,12 +137,7 @@ def omega_solve(
             column = ()
             found = ()
             for g in tl.static_range(j + 1, PARTS):
-                of_query = at * CHUNK + (g * LENGTH if BEFORE else g * LENGTH - 1)
-                part = tl.load(shares_own + (of_query * CHUNK + cols), mask=own, other=0.0)
-                if HALO > 0:
-                    of_row = of_query * HALO + cols - CHUNK
-                    part += tl.load(shares_older + of_row, mask=exist & (i >= LENGTH), other=0.0)
-                part = part.to(tl.float32) * tl.load(scales + of_query)
+                part = parts[g * (g - 1) // 2 + j].to(tl.float32) * scale[g - 1]
                 block = tl.dot(keys[g], tl.trans(keys[j]), input_precision=PRECISION)
                 block *= -part[None, :]
                 column += (block.to(k.dtype.element_ty),)

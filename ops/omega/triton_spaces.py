@@ -248,8 +248,9 @@ def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
-    if fitting[0].get("HOPPER"):
-        return fitting[0]
+    hopper = [config for config in fitting if config.get("HOPPER")]
+    if hopper:  # a walk by tiles of several chunks is so slow that readers need no third slot
+        return min(hopper, key=lambda config: config["SLOTS"] if bucket.parts > 1 else 0)
     return max(fitting, key=worth)
 
 

@@ -6,6 +6,9 @@ import triton.language as tl
 from .triton_chunks import load_band, load_sums, place_chunk, place_writes, shares
 
 TABLES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
+BEHIND = tl.constexpr(
+    -(1 << 24)
+)  # below any sum of whole numbers of a slot, so that nothing is left
 LOWEST = tl.constexpr(-32)  # exponent of the smallest scale of a row: less is as good as nothing
 
 
@@ -20,39 +23,59 @@ def _scale(largest):
 
 
 @triton.jit
-def _store_shares(
-    out, whole, rest, band, exact, row, rows, tokens, first, size, window, seen, inverse, exponent,
-    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr, LAGS: tl.constexpr,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+def _load_keys(
+    whole, rest, band, row, tokens, first, size, window,
+    DECAY: tl.constexpr, KEYS: tl.constexpr, OLDER: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """P of KEYS rows of keys, the slot's own ones or OLDER ones, as `shares` has it, over the scale
-    of each query: all as if behind the window, and over those in it, on their diagonals, `exact`
-    [queries, LAGS], what the band says.
+    """Of KEYS rows of keys, the slot's own ones or OLDER ones: the last token that writes each, P
+    there, and the two parts of its logarithm.
     """
-    cell = tl.arange(0, KEYS)
-    keys, begin, s = place_writes(cell, window, OLDER, CHUNK, PARTS)
+    keys, begin, s = place_writes(tl.arange(0, KEYS), window, OLDER, CHUNK, PARTS)
     last = load_band(band, row, s - keys, window, tokens, first, s, size)
-    later = (seen[:, None] >= s[None, :]) & (seen < size)[:, None] & (s >= begin)[None, :]
+    last = tl.where(s >= begin, last, 0.0)
+    v = last
+    u = last
     if DECAY:
-        w, r = load_sums(whole, rest, row, tokens, first, seen, size)
         v, u = load_sums(whole, rest, row, tokens, first, s, size)
-        left = (w.to(tl.float32) - exponent)[:, None] - v.to(tl.float32)[None, :]
-        part = tl.exp2(left + (r[:, None] - u[None, :])) * last[None, :]
+    return s, last, v.to(tl.float32), u
+
+
+@triton.jit
+def _behind(of_keys, seen, low, r, inverse, DECAY: tl.constexpr):
+    """P [queries, keys] over the scale of each query, all as if behind the window.
+
+    low, r: the two parts of each query's logarithm over its scale.
+    """
+    s, last, v, u = of_keys
+    if DECAY:
+        part = tl.exp2(low[:, None] - v[None, :] + (r[:, None] - u[None, :])) * last[None, :]
     else:
         part = inverse[:, None] * last[None, :]
+    return tl.where(seen[:, None] >= s[None, :], part, 0.0).to(tl.float16)
+
+
+@triton.jit
+def _store_shares(
+    out, part, exact, rows, size, window, seen,
+    KEYS: tl.constexpr, OLDER: tl.constexpr, LAGS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """P of rows of keys: `part`, and over it on the diagonals of keys in the window, `exact`
+    [queries, LAGS], what the band says.
+    """
     to = rows * KEYS
-    part = tl.where(later, part, 0.0).to(tl.float16)
-    tl.store(out + (to[:, None] + cell[None, :]), part)
+    tl.store(out + (to[:, None] + tl.arange(0, KEYS)[None, :]), part)
     if LAGS > 0:
         tl.debug_barrier()  # other threads' numbers are replaced
         lag = tl.arange(0, LAGS)
         LENGTH: tl.constexpr = CHUNK // PARTS
-        part = seen // LENGTH
-        behind = seen - part * LENGTH  # tokens of the same chunk in front of the one that is seen
+        chunk = seen // LENGTH
+        behind = seen - chunk * LENGTH  # tokens of the same chunk in front of the one that is seen
         cell = behind[:, None] - lag[None, :] + OLDER // PARTS
         inside = ((seen >= 0) & (seen < size))[:, None] & (lag < window - 1)[None, :]
         inside = inside & (cell >= 0) & (cell < KEYS // PARTS)
-        cell += (part * (KEYS // PARTS))[:, None]
+        cell += (chunk * (KEYS // PARTS))[:, None]
         tl.store(out + (to[:, None] + cell), exact, mask=inside)
 
 
@@ -82,7 +105,15 @@ def omega_tables(
         seen = t - 1 if BEFORE else t  # the last token whose write is read
         there = (seen >= 0) & (seen < size)
         of_row = row.to(tl.int64) * tokens + first + seen
-        scale, inverse, exponent = _scale(tl.load(bound + of_row, mask=there, other=0.0))
+        # Loads first: each would else be waited for by itself.
+        largest = tl.load(bound + of_row, mask=there, other=0.0)
+        if not MOMENTUM:
+            own = _load_keys(
+                whole, rest, band, row, tokens, first, size, window, DECAY, CHUNK, 0, CHUNK, PARTS
+            )
+        if DECAY:
+            w, r = load_sums(whole, rest, row, tokens, first, seen, size)
+        scale, inverse, exponent = _scale(largest)
         tl.store(scales + rows, scale)
         exact = scale
         if LAGS > 0 and not MOMENTUM:
@@ -93,7 +124,6 @@ def omega_tables(
             exact = exact.to(tl.float16)
         rate = inverse
         if DECAY:
-            w, r = load_sums(whole, rest, row, tokens, first, seen, size)
             rate *= tl.exp2(w.to(tl.float32) + r)
         tl.store(rates + rows, rate)
         if MOMENTUM:
@@ -114,12 +144,25 @@ def omega_tables(
                 to = rows[:, None] * HALO + i[None, :]
                 tl.store(shares_older + to, (P * inverse[:, None]).to(tl.float16))
         else:
-            _store_shares(
-                shares_own, whole, rest, band, exact, row, rows, tokens, first, size, window, seen,
-                inverse, exponent, DECAY, CHUNK, 0, LAGS, CHUNK, PARTS,
-            )  # fmt: skip
+            low = inverse
+            rests = inverse
+            if DECAY:  # queries behind the last token have read nothing
+                low = tl.where(seen < size, w.to(tl.float32) - exponent, BEHIND)
+                rests = r
+            else:
+                inverse = tl.where(seen < size, inverse, 0.0)
+            part = _behind(own, seen, low, rests, inverse, DECAY)
             if HALO > 0:
+                older = _load_keys(
+                    whole, rest, band, row, tokens, first, size, window, DECAY, HALO, HALO, CHUNK,
+                    PARTS,
+                )  # fmt: skip
+            _store_shares(
+                shares_own, part, exact, rows, size, window, seen, CHUNK, 0, LAGS, CHUNK, PARTS
+            )
+            if HALO > 0:
+                part = _behind(older, seen, low, rests, inverse, DECAY)
                 _store_shares(
-                    shares_older, whole, rest, band, exact, row, rows, tokens, first, size, window,
-                    seen, inverse, exponent, DECAY, HALO, HALO, LAGS, CHUNK, PARTS,
+                    shares_older, part, exact, rows, size, window, seen, HALO, HALO, LAGS, CHUNK,
+                    PARTS,
                 )  # fmt: skip

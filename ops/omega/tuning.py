@@ -149,6 +149,10 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("states", 128): (8, 0),
     ("scan_back", 128): (32, 0),
     ("chunk_gradients", 128): (120, 0),
+    ("scan_split", 128): (88, 0),
+    ("solve", 64): (200, 0),
+    ("solve", 128): (232, 0),
+    ("solve", "eight chunks"): (1088, 0),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
     ("chain", "momentum"): (0, 64),
@@ -288,7 +292,9 @@ def _matrix(source: KernelSource) -> str | None:
         return "fma"
     older = source.constexprs.get("OLDER", False)
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
-    return "mma" if older or narrow or source.num_warps == NARROW_WARPS else None
+    small = source.name == "omega_solve" and source.constexprs["PARTS"] > 2
+    few = source.num_warps <= NARROW_WARPS
+    return "mma" if older or narrow or small or few else None
 
 
 def _max_stack(source: KernelSource, shape: OmegaShape, wgmma: bool) -> int:
@@ -300,4 +306,6 @@ def _max_stack(source: KernelSource, shape: OmegaShape, wgmma: bool) -> int:
         kind = "momentum"
     if shape.dtype == torch.float32:
         kind = "fp32"
+    if kernel == "solve" and source.constexprs["PARTS"] == 8:
+        kind = "eight chunks"
     return MAX_STACK.get((kernel, kind), (0, 0))[not wgmma]
