@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ...ops import flops
-from ..cases import Case
+from ..cases import Case, Target
 
 PEERS = ("eager", "compiled", "fla")
 OURS = "omega_memory"
@@ -76,10 +76,15 @@ class OmegaCase(Case):
 def _gpu_cases() -> list[OmegaCase]:
     d64 = OmegaCase("omega-d64", ("quick", "headline"), 4, 8192, 16, 64)
     d128 = replace(d64, name="omega-d128", suites=("headline",), width=128)
+    one_row = replace(d128, name="omega-d128-one-row", batch=1)
+
+    def beside_fla(case: OmegaCase, *marks: float) -> OmegaCase:
+        return replace(case, targets=(Target(OURS, "fwd", "fla", *marks),))
+
     return [
-        d64,
-        d128,
-        replace(d128, name="omega-d128-one-row", batch=1),
+        beside_fla(d64, 1.5, 2.0, 3.0),
+        beside_fla(d128, 2.0, 2.5, 3.5),
+        beside_fla(one_row, 1.1, 1.5, 2.5),
         replace(d64, name="omega-d64-chunk16", suites=("headline",), chunk_size=16),
         # fla has no momentum.
         replace(

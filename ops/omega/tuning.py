@@ -126,17 +126,20 @@ SPACES = (SPACE_FWD, SPACE_BWD)
 
 # ---- compile reports ----------------------------------------------------------------------------
 
-# What default configs are compiled for. Packed sequences, with all that a call may carry, and
-# momentum have the loads of both, so neither comes alone.
+# What default configs are compiled for, aligned and not. Packed sequences, with all that a call may
+# carry, and momentum have the loads of both, so neither comes alone.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"width": 128},
     {"momentum": True, "packed": True, "batch": 3},
     {"chunk_size": 16},
+    {"dtype": torch.float32},
+)
+# Forward alone, and aligned, has kernels for short chunks.
+_SPLIT: tuple[dict[str, Any], ...] = (
     {"chunk_size": 16, "width": 128, "packed": True, "batch": 3},
     {"chunk_size": 8},
     {"chunk_size": 32},
-    {"dtype": torch.float32},
 )
 # Any other is compiled for the first of these widths that it serves. Narrow ones have configs of
 # their own.
@@ -210,14 +213,20 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
     """Configs, and what each is compiled for."""
     served: set[Config] = set()
-    for rules in _VARIANTS[:1] if quick else _VARIANTS:
-        for aligned in (True, False):  # one in a kernel for Hopper, one in kernels for all calls
-            shape = _compile_shape(aligned=aligned, **rules)
-            key = space.bucket(shape)
-            if space.fitting(key, device):
-                default = space.default(key, device)
-                served.add(default)
-                yield default, shape
+    variants = [
+        rules | {"aligned": aligned}
+        for rules in (_VARIANTS[:1] if quick else _VARIANTS)
+        for aligned in (True, False)  # one in a kernel for Hopper, one in kernels for all calls
+    ]
+    if space.pass_ == "fwd" and not quick:
+        variants += _SPLIT
+    for rules in variants:
+        shape = _compile_shape(**rules)
+        key = space.bucket(shape)
+        if space.fitting(key, device):
+            default = space.default(key, device)
+            served.add(default)
+            yield default, shape
     if quick:
         return
     for width in WIDTHS:
