@@ -5,6 +5,9 @@
 | `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
 | `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
 | `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
+| `hopper_pair`       | these by two programs side by side, for few heads                   |
+| `hopper_split`      | the walk and reads of several short chunks at once                  |
+| `triton_solve`      | what those chunks owe each other                                    |
 | `hopper_bwd`        | both walks of its backward                                          |
 | `hopper_gradients`  | its gradients                                                       |
 | `triton_tables`     | weights of reads, for the kernels for Hopper                        |

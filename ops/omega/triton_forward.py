@@ -19,6 +19,7 @@ from .eager import features
 from .op import OmegaShape, OmegaTensors
 from .triton_spaces import (
     HOPPER,
+    HOPPER_PAIR,
     HOPPER_SPLIT,
     KERNELS,
     OP,
@@ -40,6 +41,8 @@ GATES_CONFIG = Config.make(4, 1, "fma")
 # Warps of a program of `omega_tables`, without and with momentum.
 TABLES_WARPS = {False: 2, True: 4}
 READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
+PAIR_REGISTERS = 152  # the same in `omega_scan_pair`
+RING = 16  # chunks between the two programs of a pair
 # Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
 SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
 # Registers of a thread of it in 4 chunks: what spills, 24 bytes, costs less than one program more
@@ -305,10 +308,38 @@ class Call:
             "READ_REGISTERS": READ_REGISTERS,
         }  # fmt: skip
         programs = shape.batch * shape.heads * -(-shape.values // TILE)
-        runtime.launch(
-            OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
-        )
+        if config.get("PAIR"):
+            self._scan_pair(programs, arguments, constants)
+        else:
+            runtime.launch(
+                OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
+            )
         return y, state, velocity
+
+    def _scan_pair(self, pairs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+        """The same launch, by two programs each."""
+        rings = {
+            name: self.empty(pairs * RING * TILE, columns, dtype=self.shape.dtype)
+            for name, columns in (
+                ("memories", constants["D"]), ("errors", TILE), ("errors_older", self.halo)
+            )
+        }  # fmt: skip
+        told = torch.zeros(2, pairs, dtype=torch.int32, device=self.device)
+        without = ("pushes", "carries", "initial_momentum", "velocity")
+        arguments = {name: x for name, x in arguments.items() if name not in without} | {
+            **{name: self.matrix(x) if x.shape[1] else None for name, x in rings.items()},
+            "done": told[0],
+            "copied": told[1],
+        }
+        without = ("MOMENTUM", "INITIAL_MOMENTUM")
+        constants = {name: x for name, x in constants.items() if name not in without} | {
+            "RING": RING,
+            "READ_REGISTERS": PAIR_REGISTERS,
+        }
+        runtime.launch(
+            OP, (HOPPER_PAIR, "omega_scan_pair"), 2 * pairs, self.device, self.config, arguments,
+            constants, cooperative=True,
+        )  # fmt: skip
 
     def solve(self, tables: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """What the errors of short chunks owe each other, and older rows of each."""

@@ -141,8 +141,8 @@ _SPLIT: tuple[dict[str, Any], ...] = (
     {"chunk_size": 8},
     {"chunk_size": 32},
 )
-# Any other is compiled for the first of these widths that it serves. Narrow ones have configs of
-# their own.
+# Any other is compiled for the first of these widths that it serves, or for few heads of the last.
+# Narrow ones have configs of their own.
 WIDTHS = (64, 16, 32, 128)
 # Bytes of stack that a kernel may use on targets with wgmma and on others: values around its loops,
 # and tables of two tokens beside each other. By the padded width, or what weighs more than that;
@@ -152,9 +152,10 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("states", 128): (8, 0),
     ("scan_back", 128): (32, 0),
     ("chunk_gradients", 128): (120, 0),
-    ("scan_split", 128): (88, 0),
+    ("scan_pair", 128): (8, 0),
+    ("scan_split", 128): (328, 0),
     ("solve", 64): (200, 0),
-    ("solve", 128): (232, 0),
+    ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
@@ -229,8 +230,7 @@ def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Confi
             yield default, shape
     if quick:
         return
-    for width in WIDTHS:
-        shape = _compile_shape(width)
+    for shape in (*map(_compile_shape, WIDTHS), _compile_shape(WIDTHS[-1], batch=1)):
         for config in space.fitting(space.bucket(shape), device):
             if config not in served:
                 yield config, shape
