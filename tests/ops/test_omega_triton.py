@@ -84,6 +84,8 @@ SIZES = [
     one(chunk_size=64, tokens=70, window=4, momentum=False),
     one(chunk_size=64, tokens=64, window=4),
     one(chunk_size=128, tokens=131, window=2, momentum=False),
+    one(chunk_size=32, tokens=70, window=4),
+    one(chunk_size=500, tokens=70, inner_loss="dot", momentum=False),
     one(chunk_size=16, tokens=5),
     one(chunk_size=16, tokens=1, carried=True),
     one(tokens=8),
@@ -496,6 +498,8 @@ def test_supports() -> None:
     for changes in (
         {}, {"chunk_size": 128}, {"chunk_size": 64, "window": 65}, {"chunk_size": 4, "window": 5},
         {"width": 128, "values": 128}, {"values": 256}, {"degree": 2},
+        {"chunk_size": 500, "inner_loss": "dot"},
+        {"chunk_size": 2, "window": 65, "inner_loss": "dot"},
     ):  # fmt: skip
         assert reason(**changes) is None, changes
     assert "takes chunk_size up to 128, this is 129" in str(reason(chunk_size=129))
