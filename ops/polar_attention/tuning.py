@@ -19,7 +19,7 @@ from ...reference import softmax_attention as reference_softmax
 from .. import triton_runtime as runtime
 from . import polar_attention, softmax_attention, triton
 from .op import AttentionShape, Lengths, NullParameters
-from .triton_spaces import SPACE_BWD, SPACE_FWD
+from .triton_spaces import SPACE_BWD, SPACE_FWD, block_d
 
 OP = "polar_attention"
 PARAMETERS = ("null_value", "null_base", "null_slope", "length_gain", "magnitude_gain")
@@ -128,6 +128,7 @@ SPACES = (SPACE_FWD, SPACE_BWD)
 # ---- compile reports ----------------------------------------------------------------------------
 
 HALF_WIDTHS = (64, 128, 192, 256)
+FP32_WIDTHS = (128, 64)  # of default configs, and of all others, which compile for long
 # Bytes of stack that a kernel may use. Of the wgmma tiles: values around the loops, and in the
 # plain backward of width 128 some in them; of width 256, where no tile leaves registers, many; of
 # fp32 as well, which holds each operand in three parts. The small mma.sync tiles are what fp32 and
@@ -151,28 +152,35 @@ _QUICK: tuple[dict[str, Any], ...] = ({}, {"tq": 256, "tk": 256})  # each has a 
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
-    """Every kernel of every config that fits the target, once per width and element size.
+    """Every kernel of every config that fits the target, once per element size.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. The default config is compiled for several of `_VARIANTS`, any other
-    for the first that it serves. `quick` keeps the default config of each pass and width 64 and 128
-    in bf16.
+    what a call would compile. The default config of each width is compiled for several of
+    `_VARIANTS`, any other in the widest tile and for the first of them that it serves: there it
+    holds most. In fp32 others are compiled in a narrow one. `quick` keeps the default config of
+    each pass and width 64 and 128 in bf16.
     """
-    cases: dict[tuple[Any, ...], CompileCase] = {}
-    sources: dict[str, Source] = {}
+    first = [] if quick else compile_cases(target, quick=True)
+    cases = {(case.config, repr(case.source)): case for case in first}
+    sources: dict[str, Source] = {_without_width(case.source): case.source for case in first}
     device = target_device(target)
+    served: set[tuple[str, torch.dtype, Config]] = set()
     with assume_device(device):
         for (dtype, width), space in itertools.product(_compiled(quick), (SPACE_FWD, SPACE_BWD)):
-            served: set[Config] = set()
             for rules in _QUICK if quick else _VARIANTS:
                 shape = replace(_compile_shape(dtype, width), **rules)
                 key = space.bucket(shape)
                 default = space.default(key, device)
-                others = [] if quick else space.fitting(key, device)
-                configs = [config for config in others if config not in served | {default}]
+                wide, narrow = (dtype == torch.float32 and width == of for of in FP32_WIDTHS)
+                others = [] if quick or wide else space.fitting(key, device)
+                configs = [
+                    config
+                    for config in others
+                    if (narrow or config != default) and (space.pass_, dtype, config) not in served
+                ]
                 if quick or rules in _default_variants(dtype, width):
                     configs.append(default)
-                served.update(configs)
+                served.update((space.pass_, dtype, config) for config in configs)
                 for config in configs:
                     for case in _recorded(space, config, shape):
                         source = sources.setdefault(_without_width(case.source), case.source)
@@ -183,8 +191,8 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 def _default_variants(dtype: torch.dtype, width: int) -> tuple[dict[str, Any], ...]:
     """What a default config is compiled for: less where a kernel takes the compiler longest."""
     if dtype == torch.float32:
-        return (_HEAVIEST,)
-    return _VARIANTS if width <= 128 else _VARIANTS[:2]
+        return (_HEAVIEST,) if width == FP32_WIDTHS[0] else ()
+    return _VARIANTS if width == HALF_WIDTHS[0] else _VARIANTS[:2]
 
 
 def _without_width(source: Source) -> str:
@@ -200,7 +208,9 @@ def _without_width(source: Source) -> str:
 def _compiled(quick: bool) -> list[tuple[torch.dtype, int]]:
     if quick:
         return [(torch.bfloat16, 64), (torch.bfloat16, 128)]
-    return [(torch.bfloat16, width) for width in HALF_WIDTHS] + [(torch.float32, 128)]
+    widest = sorted(HALF_WIDTHS, key=lambda width: (-block_d(width), width))
+    halves = [(torch.bfloat16, width) for width in widest]
+    return halves + [(torch.float32, width) for width in FP32_WIDTHS]
 
 
 def _compile_shape(dtype: torch.dtype, width: int) -> AttentionShape:

@@ -142,8 +142,9 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
     """Every config that fits the target, with coefficients by head.
 
     The launchers themselves run on meta tensors and their launches are recorded, so a report sees
-    what a call would compile. Default configs are compiled for all degrees without coefficients,
-    and for tiles, too. `quick` keeps those of the first size.
+    what a call would compile. Default configs are compiled for every size, for all degrees without
+    coefficients, and for tiles, too, any other for the first size that it serves. `quick` keeps
+    those of the first size.
     """
     cases: dict[tuple[Config, str], CompileCase] = {}
     device = target_device(target)
@@ -168,15 +169,16 @@ def _compiled(
     space: Space, device: Device, quick: bool
 ) -> Iterator[tuple[Config, PolynomialShape]]:
     """Configs, and what each is compiled for."""
+    served: set[tuple[Config, torch.dtype]] = set()
     for width, values in SIZES[:1] if quick else SIZES:
         for dtype in (torch.bfloat16, torch.float32):
             shape = replace(_compile_shape(space, width, values), dtype=dtype)
             key = space.bucket(shape)
-            if quick:
-                yield space.default(key, device), shape
-                continue
-            for config in space.fitting(key, device):
-                yield config, shape
+            default = space.default(key, device)
+            for config in [default] if quick else space.fitting(key, device):
+                if config == default or (config, dtype) not in served:
+                    yield config, shape
+                served.add((config, dtype))
     if not quick:
         shape = _compile_shape(space, *SIZES[0])
         config = space.default(space.bucket(shape), device)
