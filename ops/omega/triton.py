@@ -13,8 +13,8 @@
 | `triton_tables`     | weights of reads, for the kernels for Hopper                        |
 | `triton_gates_back` | gradients of gates, from those that these leave                     |
 
-Launchers are in `triton_forward`, `triton_backward` and `hopper_backward`, config spaces in
-`triton_spaces`; what kernels share is in `triton_chunks`.
+Launchers are in `triton_forward`, `triton_backward`, `hopper_forward` and `hopper_backward`, config
+spaces in `triton_spaces`; what kernels share is in `triton_chunks`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
 from .hopper_backward import HopperBackward
+from .hopper_forward import HopperForward
 from .op import OmegaShape, OmegaTensors
 from .triton_backward import Backward
 from .triton_forward import Call
@@ -51,10 +52,10 @@ def fwd(
     shape: OmegaShape, given: OmegaTensors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
+    config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
+    if config.get("HOPPER"):
+        return HopperForward(shape, given).results()
     call = Call(shape, given)
-    if call.config.get("HOPPER"):
-        call.gates(bounded=True)
-        return call.scan()
     call.gates()
     begins, state, velocity = call.chain()
     return call.reads(begins), state, velocity

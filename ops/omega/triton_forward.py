@@ -18,12 +18,8 @@ from ..triton_runtime import padded
 from .eager import features
 from .op import OmegaShape, OmegaTensors
 from .triton_spaces import (
-    HOPPER,
-    HOPPER_PAIR,
-    HOPPER_SPLIT,
     KERNELS,
     OP,
-    SOLVE,
     SPACE_FWD,
     TABLES,
     TILE,
@@ -40,14 +36,6 @@ MOST_UNROLLED = 8  # tokens of a window that has kernels of its own
 GATES_CONFIG = Config.make(4, 1, "fma")
 # Warps of a program of `omega_tables`, without and with momentum.
 TABLES_WARPS = {False: 2, True: 4}
-READ_REGISTERS = 120  # of a thread of a warpgroup that reads, in `omega_scan`
-PAIR_REGISTERS = 152  # the same in `omega_scan_pair`
-RING = 16  # chunks between the two programs of a pair
-# Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
-SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
-# Registers of a thread of it in 4 chunks: what spills, 24 bytes, costs less than one program more
-# on a multiprocessor gains. Wider rows spill far more.
-SOLVE_REGISTERS = 168
 
 Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what rounding took
 
@@ -266,168 +254,6 @@ class Call:
         kernel, launched = (KERNELS, "omega_reads"), Config.make(config["READ_WARPS"], 1)
         runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
         return y
-
-    def scan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """y and what `chain` returns second and third, by the kernels for Hopper."""
-        shape, given, config = self.shape, self.given, self.config
-        tables = self.tables()
-        if self.parts > 1:
-            return *self._scan_split(tables, self.solve(tables)), None
-        last = (shape.batch, shape.heads, shape.wide, shape.values)
-        y = empty(given.v.shape, dtype=shape.dtype, device=self.device)
-        if shape.packed:
-            y.zero_()
-        state, velocity = self.empty(*last), self.when(shape.momentum, *last)
-        arguments: dict[str, Any] = self.tiles(
-            "q", "k", "v", "k_older", "v_older", "tail_k", "tail_v"
-        )
-        arguments |= self.shares(tables)
-        starts = self.starts()
-        arguments |= {
-            "tail_length": self.older["tail_length"],
-            "cu": given.cu_seqlens,
-            **self.edges,
-            **{name: tables[name] for name in ("rates", "carries", "scales")},
-            **starts,
-            "y": y,
-            "state": state,
-            "velocity": velocity,
-            **self.scan_sizes(),
-        }
-        constants = {
-            name: self.flags[name]
-            for name in (
-                "DOT", "MOMENTUM", "PACKED", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES"
-            )
-        } | {
-            "INITIAL": starts["initial_state"] is not None,
-            "INITIAL_MOMENTUM": starts["initial_momentum"] is not None,
-            "D": tile_width(shape.wide),
-            "STAGES": config.num_stages,
-            "SLOTS": config["SLOTS"],
-            "READ_REGISTERS": READ_REGISTERS,
-        }  # fmt: skip
-        programs = shape.batch * shape.heads * -(-shape.values // TILE)
-        if config.get("PAIR"):
-            self._scan_pair(programs, arguments, constants)
-        else:
-            runtime.launch(
-                OP, (HOPPER, "omega_scan"), programs, self.device, config, arguments, constants
-            )
-        return y, state, velocity
-
-    def _scan_pair(self, pairs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
-        """The same launch, by two programs each."""
-        rings = {
-            name: self.empty(pairs * RING * TILE, columns, dtype=self.shape.dtype)
-            for name, columns in (
-                ("memories", constants["D"]), ("errors", TILE), ("errors_older", self.halo)
-            )
-        }  # fmt: skip
-        told = torch.zeros(2, pairs, dtype=torch.int32, device=self.device)
-        without = ("pushes", "carries", "initial_momentum", "velocity")
-        arguments = {name: x for name, x in arguments.items() if name not in without} | {
-            **{name: self.matrix(x) if x.shape[1] else None for name, x in rings.items()},
-            "done": told[0],
-            "copied": told[1],
-        }
-        without = ("MOMENTUM", "INITIAL_MOMENTUM")
-        constants = {name: x for name, x in constants.items() if name not in without} | {
-            "RING": RING,
-            "READ_REGISTERS": PAIR_REGISTERS,
-        }
-        runtime.launch(
-            OP, (HOPPER_PAIR, "omega_scan_pair"), 2 * pairs, self.device, self.config, arguments,
-            constants, cooperative=True,
-        )  # fmt: skip
-
-    def solve(self, tables: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """What the errors of short chunks owe each other, and older rows of each."""
-        shape, given = self.shape, self.given
-        rows = TILE + self.halo
-        half = {"dtype": shape.dtype}
-        solved = {
-            "solved": self.empty(self.slots, shape.heads, rows, rows, **half),
-            "begins": self.empty(self.slots, shape.heads, rows),
-            "k_older": self.empty(self.slots, self.halo, shape.heads, shape.wide, **half),
-            "v_older": self.empty(self.slots, self.halo, shape.heads, shape.values, **half),
-        }
-        arguments: dict[str, Any] = {
-            "k": self.k,
-            "v": self.v,
-            **self.older,
-            "cu": given.cu_seqlens,
-            **{name: tables[name] for name in ("shares_own", "shares_older", "rates", "scales")},
-            **solved,
-            **self.sizes,
-            **strides("k", self.k),
-            **strides("v", self.v),
-        }
-        names = (
-            "PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "WIDTH", "VALUES", "D",
-        )  # fmt: skip
-        constants = {name: self.flags[name] for name in names} | {
-            "BEFORE": shape.read_before,
-            "PARTS": self.parts,
-            "V": padded(shape.values),
-            "PRECISION": self.gates_precision,
-        }
-        programs = self.slots * shape.heads
-        kernel = (SOLVE, "omega_solve")
-        bounded = self.parts == 4 and self.flags["D"] <= TILE
-        registers = {"REGISTERS": SOLVE_REGISTERS} if bounded else {}
-        launched = Config.make(SOLVE_WARPS[self.parts], 1, "mma", **registers)
-        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
-        return solved
-
-    def _scan_split(
-        self, tables: dict[str, torch.Tensor | None], solved: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """y and M after the last token, from the tables and what `solve` returned."""
-        shape, config = self.shape, self.config
-        y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
-        if shape.packed:
-            y.zero_()
-        state = self.empty(shape.batch, shape.heads, shape.wide, shape.values)
-        initial, width = self.starts()["initial_state"], tile_width(shape.wide)
-        blocks = solved["solved"].view(-1, TILE + self.halo)
-        arguments: dict[str, Any] = self.tiles("q", "k", "v") | self.shares(tables)
-        for name, rows, columns in (
-            ("own", TILE, TILE), ("own_older", TILE, self.halo),
-            ("older_own", self.halo, TILE), ("older", self.halo, self.halo),
-        ):  # fmt: skip
-            there = rows * columns > 0
-            arguments[name] = (
-                runtime.matrix_tiles(blocks, rows, columns, gluon=True) if there else None
-            )
-        for name, columns in (("k_older", width), ("v_older", TILE)):
-            older = solved[name]
-            arguments[name] = (
-                runtime.head_tiles(older, self.halo, columns, gluon=True) if self.halo else None
-            )
-        arguments |= {
-            "cu": self.given.cu_seqlens,
-            "writes": self.edges["writes"],
-            "ends": self.edges["ends"],
-            "begins": solved["begins"],
-            **{name: tables[name] for name in ("rates", "carries", "scales")},
-            "initial_state": initial,
-            "y": y,
-            "state": state,
-            **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
-        }
-        constants = {
-            "INITIAL": initial is not None,
-            **{name: self.flags[name] for name in ("PACKED", "HALO", "WIDTH", "VALUES")},
-            "D": width,
-            "STAGES": config.num_stages,
-            "SLOTS": config["SLOTS"],
-            "READ_REGISTERS": READ_REGISTERS,
-        }
-        programs = shape.batch * shape.heads * -(-shape.values // TILE)
-        kernel = (HOPPER_SPLIT, "omega_scan_split")
-        runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
-        return y, state
 
     def tiles(self, *names: str) -> dict[str, Any]:
         """Descriptors of tensors of the call, for the kernels that take tiles of TILE tokens; None

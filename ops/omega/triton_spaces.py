@@ -273,9 +273,11 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
     return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
-def _hopper(stages: int, slots: int, **pair: int) -> Config:
+def _hopper(stages: int, slots: int, pair: bool = False) -> Config:
     """A config of `hopper_fwd`: its 4 warps walk, the others join in. PAIR: or of `hopper_pair`."""
-    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots, **pair)
+    if pair:
+        return Config.make(4, stages, "wgmma", HOPPER=1, PAIR=1, SLOTS=slots)
+    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
 
 
 SPACE_FWD: Space = Space(
@@ -286,7 +288,7 @@ SPACE_FWD: Space = Space(
         _hopper(2, 3),
         _hopper(3, 2),
         _hopper(2, 2),
-        _hopper(2, 3, PAIR=1),
+        _hopper(2, 3, pair=True),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),

@@ -301,7 +301,7 @@ def _matrix(source: KernelSource) -> str | None:
         return "fma"
     older = source.constexprs.get("OLDER", False)
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
-    small = source.name == "omega_solve" and source.constexprs["PARTS"] > 2
+    small = source.name == "omega_solve" and source.constexprs["PARTS"] != 2
     few = source.num_warps <= NARROW_WARPS
     return "mma" if older or narrow or small or few else None
 

@@ -44,11 +44,11 @@ CASES = [
 
 def launched(case: Case) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """A call by the kernels for Hopper, its arguments, its tables, and what `omega_solve` left."""
-    from fastweights.ops.omega.triton_forward import Call
+    from fastweights.ops.omega.hopper_forward import HopperForward
 
     given = case.arguments(0, torch.float16, torch.device("cpu"))
     with assume_device(target_device("sm_90")):
-        call = Call(shape_of(given), tensors_of(given))
+        call = HopperForward(shape_of(given), tensors_of(given))
     assert call.config.get("HOPPER")
     assert call.parts == TILE // case.chunk_size
     call.gates(bounded=True)
