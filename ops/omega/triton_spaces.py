@@ -6,7 +6,8 @@ columns of the memory a program takes. CHAIN_V, `num_warps` and `num_stages` are
 along the sequence, which wants as many programs as there are multiprocessors; READ_V and READ_WARPS
 those of the reads.
 The kernels for Hopper (HOPPER) have tiles of one size: `num_stages` of a chunk's operands, SLOTS of
-what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter.
+what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter. Few
+heads may have two programs each (PAIR), or sequences that are cut into GROUPS.
 """
 
 from __future__ import annotations
@@ -188,6 +189,16 @@ def _not_paired(bucket: Bucket, device: Device) -> str | None:
     return None
 
 
+def _not_grouped(groups: int, bucket: Bucket, device: Device) -> str | None:
+    """None, or why sequences are not cut into groups."""
+    if bucket.momentum:
+        return "has no momentum"
+    programs = groups * bucket.heads * -(-bucket.values // TILE)
+    if programs > device.multiprocessors:
+        return f"runs {programs} programs, {device.multiprocessors} run at a time"
+    return None
+
+
 def _room(shared: int, device: Device) -> str | None:
     """None, or why that many bytes of shared memory and those of barriers do not fit."""
     if shared + 1024 > device.shared_bytes:
@@ -230,6 +241,8 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     if config.get("HOPPER"):
         reason = _not_paired(bucket, device) if config.get("PAIR") else None
+        if config.get("GROUPS"):
+            reason = _not_grouped(config["GROUPS"], bucket, device)
         return reason or _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
@@ -262,8 +275,9 @@ def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
-    # Whether a pair of programs is faster depends on how their words travel: a sweep has to say so.
-    hopper = [x for x in fitting if x.get("HOPPER") and not x.get("PAIR")]
+    # What few heads gain by a pair of programs, or by groups, a sweep has to say.
+    more = ("PAIR", "GROUPS")
+    hopper = [x for x in fitting if x.get("HOPPER") and not any(map(x.get, more))]
     if hopper:  # a walk by tiles of several chunks is so slow that readers need no third slot
         return min(hopper, key=lambda config: config["SLOTS"] if bucket.parts > 1 else 0)
     return max(fitting, key=worth)
@@ -280,6 +294,10 @@ def _hopper(stages: int, slots: int, pair: bool = False) -> Config:
     return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
 
 
+def _grouped(groups: int) -> Config:
+    return Config.make(4, 2, "wgmma", GROUPS=groups, HOPPER=1, SLOTS=3)
+
+
 SPACE_FWD: Space = Space(
     op=OP,
     pass_="fwd",
@@ -289,6 +307,8 @@ SPACE_FWD: Space = Space(
         _hopper(3, 2),
         _hopper(2, 2),
         _hopper(2, 3, pair=True),
+        _grouped(4),
+        _grouped(8),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
