@@ -77,7 +77,7 @@ def omega_states(
     states, lost (columns, D): M at the chunk's begin and its remainder; errors (columns, CHUNK),
     errors_older (columns, HALO): R. All are descriptors of matrices, in tiles of COLUMNS rows.
     """
-    place = place_sequence(cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
     dtype: gl.constexpr = k.dtype
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
     v_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, COLUMNS], v.layout)
@@ -381,7 +381,7 @@ def omega_scan_back(
     d_states, d_errors, d_errors_older: as states, errors and errors_older of `omega_states`, dM at
     a chunk's end.
     """
-    place = place_sequence(cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)

@@ -11,9 +11,11 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..triton_runtime import padded
 from .triton_forward import Call, strides
-from .triton_spaces import HOPPER, HOPPER_SPLIT, OP, SOLVE, TILE, tile_width
+from .triton_spaces import HOPPER, HOPPER_PAIR, HOPPER_SPLIT, OP, SOLVE, TILE, tile_width
 
 READ_REGISTERS = 120  # of a thread of a warpgroup that reads
+PAIR_REGISTERS = 152  # the same in `omega_scan_pair`
+RING = 16  # chunks between the two programs of a pair
 # Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
 SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
 # Registers of a thread of it in 4 chunks: what spills, 24 bytes, costs less than one program more
@@ -37,23 +39,46 @@ class HopperForward(Call):
             y.zero_()
         state, velocity = self.empty(*last), self.when(shape.momentum, *last)
         of_walk: Tensors = {"y": y, "state": state}
+        of_walk |= {name: tables[name] for name in ("rates", "scales")}
         if self.parts > 1:
             self._walk_by_tiles(tables, of_walk)
+        elif self.config.get("PAIR"):
+            self._walk_in_pairs(tables, of_walk)
         else:
             self._walk(tables, of_walk | {"velocity": velocity})
         return y, state, velocity
 
     def _walk(self, tables: Tensors, arguments: dict[str, Any]) -> None:
         initial = self.starts()["initial_momentum"]
-        arguments |= self.tiles("k_older", "v_older", "tail_k", "tail_v") | {
-            "tail_length": self.older["tail_length"],
-            "older": self.shape.window - 1,
+        arguments |= self._of_older() | {
             "pushes": self.edges["pushes"],
+            "carries": tables["carries"],
             "initial_momentum": initial,
         }
-        constants = {name: self.flags[name] for name in ("DOT", "MOMENTUM", "TAIL", "LENGTHS")}
-        constants["INITIAL_MOMENTUM"] = initial is not None
+        constants = {name: self.flags[name] for name in ("DOT", "MOMENTUM", "TAIL", "LENGTHS")} | {
+            "INITIAL_MOMENTUM": initial is not None,
+            "READ_REGISTERS": READ_REGISTERS,
+        }
         self._launch((HOPPER, "omega_scan"), tables, arguments, constants)
+
+    def _walk_in_pairs(self, tables: Tensors, arguments: dict[str, Any]) -> None:
+        pairs = self._walks()
+        rows = pairs * RING * TILE
+        for name, columns in (
+            ("memories", tile_width(self.shape.wide)), ("errors", TILE), ("errors_older", self.halo)
+        ):  # fmt: skip
+            ring = self.empty(rows, columns, dtype=self.shape.dtype)
+            arguments[name] = self.matrix(ring) if columns else None
+        done, copied = torch.zeros(2, pairs, dtype=torch.int32, device=self.device)
+        arguments |= self._of_older() | {"done": done, "copied": copied}
+        constants = {name: self.flags[name] for name in ("DOT", "TAIL", "LENGTHS")} | {
+            "RING": RING,
+            "READ_REGISTERS": PAIR_REGISTERS,
+        }
+        self._launch(
+            (HOPPER_PAIR, "omega_scan_pair"), tables, arguments, constants, programs=2,
+            cooperative=True,
+        )  # fmt: skip
 
     def _walk_by_tiles(self, tables: Tensors, arguments: dict[str, Any]) -> None:
         solved = self.solve(tables)
@@ -71,8 +96,9 @@ class HopperForward(Call):
             arguments[name] = (
                 runtime.head_tiles(solved[name], halo, columns, gluon=True) if halo else None
             )
-        arguments["begins"] = solved["begins"]
-        self._launch((HOPPER_SPLIT, "omega_scan_split"), tables, arguments, {})
+        arguments |= {"begins": solved["begins"], "carries": tables["carries"]}
+        constants = {"READ_REGISTERS": READ_REGISTERS}
+        self._launch((HOPPER_SPLIT, "omega_scan_split"), tables, arguments, constants)
 
     def solve(self, tables: Tensors) -> dict[str, torch.Tensor]:
         """What the errors of short chunks owe each other, and older rows of each."""
@@ -114,31 +140,38 @@ class HopperForward(Call):
         )
         return solved
 
+    def _of_older(self) -> dict[str, Any]:
+        """Keys and values in front of a chunk, where a walk itself takes them from there."""
+        older = self.tiles("k_older", "v_older", "tail_k", "tail_v")
+        return older | {
+            "tail_length": self.older["tail_length"], "older": self.shape.window - 1
+        }  # fmt: skip
+
+    def _walks(self) -> int:
+        return self.shape.batch * self.shape.heads * -(-self.shape.values // TILE)
+
     def _launch(
         self, kernel: tuple[str, str], tables: Tensors, arguments: dict[str, Any],
-        constants: dict[str, Any],
+        constants: dict[str, Any], programs: int = 1, *, cooperative: bool = False,
     ) -> None:  # fmt: skip
-        """A walk, with what all walks take."""
-        shape = self.shape
+        """A walk, `programs` for each head and TILE columns, with what all walks take."""
         initial = self.starts()["initial_state"]
         arguments |= self.tiles("q", "k", "v") | self.shares(tables)
         arguments |= {
             "cu": self.given.cu_seqlens,
             "writes": self.edges["writes"],
             "ends": self.edges["ends"],
-            "rates": tables["rates"],
-            "carries": tables["carries"],
-            "scales": tables["scales"],
             "initial_state": initial,
             **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
         }
         constants |= {name: self.flags[name] for name in ("PACKED", "HALO", "WIDTH", "VALUES")}
         constants |= {
             "INITIAL": initial is not None,
-            "D": tile_width(shape.wide),
+            "D": tile_width(self.shape.wide),
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
-            "READ_REGISTERS": READ_REGISTERS,
         }
-        programs = shape.batch * shape.heads * -(-shape.values // TILE)
-        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+        runtime.launch(
+            OP, kernel, programs * self._walks(), self.device, self.config, arguments, constants,
+            cooperative=cooperative,
+        )  # fmt: skip

@@ -69,12 +69,13 @@ def keep_rows(tile, low, high, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def place_sequence(cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr):
+def place_sequence(
+    number, cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
     """Of a program: its sequence, row of the batch, head and first column; the sequence's first
     token, its end, its number of chunks and its first slot.
     """
     blocks: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
-    number = gl.program_id(0)
     head = number // blocks % heads
     sequence = number // blocks // heads
     batch = sequence
@@ -319,11 +320,12 @@ def walk(
 
 @gluon.jit
 def read(
-    WHO: gl.constexpr, tiles, left, bars, rates, carries, scales, y, place, tokens, heads,
+    WHO: gl.constexpr, OF: gl.constexpr,
+    tiles, left, bars, rates, carries, scales, y, place, tokens, heads,
     MOMENTUM: gl.constexpr, HALO: gl.constexpr, VALUES: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Role of a warpgroup: what the queries of every other chunk read."""
+    """Role of a warpgroup, one of OF: what the queries of every OF-th chunk read."""
     q_t, k_t, shares_t, k_older_t, shares_older_t = tiles
     M_t, S_t, R_t, R_older_t = left
     full, free, ready, taken = bars
@@ -331,7 +333,7 @@ def read(
     dtype: gl.constexpr = k_t.dtype
     t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, product(COLUMNS)))
     e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, product(COLUMNS)))
-    for c in range(WHO, count, READERS):
+    for c in range(WHO, count, OF):
         s = c % STAGES
         slot = c % SLOTS
         of_slot = ((slot0 + c).to(gl.int64) * heads + head) * CHUNK + t
@@ -407,7 +409,7 @@ def omega_scan(
     tail_k, tail_v: of (N, H, older, ·), HALO rows. shares, shares_older: of the results of
     `omega_tables`; rates, carries, scales: the others of them. The others as in `omega_chain`.
     """
-    place = place_sequence(cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
@@ -451,7 +453,8 @@ def omega_scan(
             (
                 read,
                 (
-                    0, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, S_t, R_t, R_older_t),
+                    0, READERS, (q_t, k_t, shares_t, k_older_t, shares_older_t),
+                    (M_t, S_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
                     MOMENTUM, HALO, VALUES, D, STAGES, SLOTS,
                 ),
@@ -459,7 +462,8 @@ def omega_scan(
             (
                 read,
                 (
-                    1, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, S_t, R_t, R_older_t),
+                    1, READERS, (q_t, k_t, shares_t, k_older_t, shares_older_t),
+                    (M_t, S_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
                     MOMENTUM, HALO, VALUES, D, STAGES, SLOTS,
                 ),

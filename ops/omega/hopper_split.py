@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_fwd import (
     CHUNK,
     COLUMNS,
+    READERS,
     barriers,
     columns_of_state,
     last_token,
@@ -186,7 +187,7 @@ def omega_scan_split(
     columns; begins, and k_older and v_older, descriptors, are from `omega_solve`, too. The others
     are as in `omega_scan`.
     """
-    place = place_sequence(cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
@@ -233,7 +234,8 @@ def omega_scan_split(
             (
                 read,
                 (
-                    0, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, M_t, R_t, R_older_t),
+                    0, READERS, (q_t, k_t, shares_t, k_older_t, shares_older_t),
+                    (M_t, M_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
                     False, HALO, VALUES, D, STAGES, SLOTS,
                 ),
@@ -241,7 +243,8 @@ def omega_scan_split(
             (
                 read,
                 (
-                    1, (q_t, k_t, shares_t, k_older_t, shares_older_t), (M_t, M_t, R_t, R_older_t),
+                    1, READERS, (q_t, k_t, shares_t, k_older_t, shares_older_t),
+                    (M_t, M_t, R_t, R_older_t),
                     (full, free, ready, taken), rates, carries, scales, y, place, tokens, heads,
                     False, HALO, VALUES, D, STAGES, SLOTS,
                 ),

@@ -5,6 +5,7 @@
 | `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
 | `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
 | `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
+| `hopper_pair`       | these by two programs side by side, for few heads                   |
 | `hopper_split`      | the walk and reads of several short chunks at once                  |
 | `triton_solve`      | what those chunks owe each other                                    |
 | `hopper_bwd`        | both walks of its backward                                          |
@@ -13,7 +14,8 @@
 | `triton_gates_back` | gradients of gates, from those that these leave                     |
 
 Launchers are in `triton_forward`, `triton_backward`, `hopper_forward` and `hopper_backward`, config
-spaces in `triton_spaces`; what kernels share is in `triton_chunks`.
+spaces in `triton_spaces`; what kernels share is in `triton_chunks`. `groups` cuts the sequences of
+few heads into pieces that run side by side.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 
 from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
+from .groups import in_groups
 from .hopper_backward import HopperBackward
 from .hopper_forward import HopperForward
 from .op import OmegaShape, OmegaTensors
@@ -30,6 +33,9 @@ from .triton_forward import Call
 from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
+
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def supports(shape: OmegaShape, arch: str) -> str | None:
@@ -47,14 +53,18 @@ def supports(shape: OmegaShape, arch: str) -> str | None:
     return reason
 
 
-def fwd(
-    shape: OmegaShape, given: OmegaTensors
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def fwd(shape: OmegaShape, given: OmegaTensors) -> Results:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     if config.get("HOPPER"):
-        return HopperForward(shape, given).results()
-    call = Call(shape, given)
+
+        def run(shape: OmegaShape, given: OmegaTensors) -> Results:
+            return HopperForward(shape, given, config=config).results()
+
+        if config.get("GROUPS") and not shape.packed:  # packed sequences run side by side as it is
+            return in_groups(shape, given, config["GROUPS"], run)
+        return run(shape, given)
+    call = Call(shape, given, config=config)
     call.gates()
     begins, state, velocity = call.chain()
     return call.reads(begins), state, velocity

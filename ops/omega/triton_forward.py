@@ -43,10 +43,16 @@ Begins = dict[str, torch.Tensor | None]  # states, momenta, and with `_low` what
 class Call:
     """One call's tensors as the kernels take them, and its launches by a config of `space`."""
 
-    def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space = SPACE_FWD) -> None:
+    def __init__(
+        self,
+        shape: OmegaShape,
+        given: OmegaTensors,
+        space: Space = SPACE_FWD,
+        config: Config | None = None,
+    ) -> None:
         self.shape = shape = walked(shape)
         self.device = shape.device
-        self.config = choose(space, bucket(shape), Device.of(shape.device))
+        self.config = config or choose(space, bucket(shape), Device.of(shape.device))
         self.q, self.k = (
             last_contiguous(_features(shape, x, given.coefficients)) for x in (given.q, given.k)
         )

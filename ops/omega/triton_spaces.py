@@ -6,7 +6,8 @@ columns of the memory a program takes. CHAIN_V, `num_warps` and `num_stages` are
 along the sequence, which wants as many programs as there are multiprocessors; READ_V and READ_WARPS
 those of the reads.
 The kernels for Hopper (HOPPER) have tiles of one size: `num_stages` of a chunk's operands, SLOTS of
-what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter.
+what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter. Few
+heads may have two programs each (PAIR), or sequences that are cut into GROUPS.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
 from .. import triton_runtime as runtime
-from ..triton_runtime import LEAST, padded
+from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
 
 OP = "omega_memory"
@@ -24,6 +25,7 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
 HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
 HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
+HOPPER_PAIR = f"{PACKAGE}.hopper_pair"
 HOPPER_SPLIT, SOLVE = f"{PACKAGE}.hopper_split", f"{PACKAGE}.triton_solve"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 SPLIT_HALO = 32  # most of the latter where a tile has several chunks
@@ -80,7 +82,7 @@ def halo_of(shape: OmegaShape, parts: int = 1) -> int:
     """Rows of a tile of older keys, as many of each of `parts` chunks."""
     if shape.window == 1:
         return 0
-    return parts * max(LEAST // parts, 1 << (shape.window - 2).bit_length())
+    return parts * max(padded(0) // parts, 1 << (shape.window - 2).bit_length())
 
 
 def bucket(shape: OmegaShape) -> Key:
@@ -175,6 +177,28 @@ def _not_split(bucket: Bucket) -> str | None:
     return None
 
 
+def _not_paired(bucket: Bucket, device: Device) -> str | None:
+    """None, or why there cannot be two programs for each that walks."""
+    if bucket.momentum or bucket.parts > 1:
+        return "has no momentum, and no short chunks"
+    if bucket.width <= TILE:
+        return f"is for rows of more than {TILE}: others are read as fast beside the walk"
+    pairs = bucket.heads * -(-bucket.values // TILE)
+    if 2 * pairs > device.multiprocessors:
+        return f"runs {2 * pairs} programs at once, there is room for {device.multiprocessors}"
+    return None
+
+
+def _not_grouped(groups: int, bucket: Bucket, device: Device) -> str | None:
+    """None, or why sequences are not cut into groups."""
+    if bucket.momentum:
+        return "has no momentum"
+    programs = groups * bucket.heads * -(-bucket.values // TILE)
+    if programs > device.multiprocessors:
+        return f"runs {programs} programs, {device.multiprocessors} run at a time"
+    return None
+
+
 def _room(shared: int, device: Device) -> str | None:
     """None, or why that many bytes of shared memory and those of barriers do not fit."""
     if shared + 1024 > device.shared_bytes:
@@ -216,7 +240,10 @@ def _fits_hopper_bwd(config: Config, bucket: Bucket, device: Device) -> str | No
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     if config.get("HOPPER"):
-        return _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
+        reason = _not_paired(bucket, device) if config.get("PAIR") else None
+        if config.get("GROUPS"):
+            reason = _not_grouped(config["GROUPS"], bucket, device)
+        return reason or _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
@@ -248,7 +275,9 @@ def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
-    hopper = [config for config in fitting if config.get("HOPPER")]
+    # What few heads gain by a pair of programs, or by groups, a sweep has to say.
+    more = ("PAIR", "GROUPS")
+    hopper = [x for x in fitting if x.get("HOPPER") and not any(map(x.get, more))]
     if hopper:  # a walk by tiles of several chunks is so slow that readers need no third slot
         return min(hopper, key=lambda config: config["SLOTS"] if bucket.parts > 1 else 0)
     return max(fitting, key=worth)
@@ -258,9 +287,15 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
     return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
-def _hopper(stages: int, slots: int) -> Config:
-    """A config of `hopper_fwd` and `hopper_split`: its 4 warps walk, the others join in."""
+def _hopper(stages: int, slots: int, pair: bool = False) -> Config:
+    """A config of `hopper_fwd`: its 4 warps walk, the others join in. PAIR: or of `hopper_pair`."""
+    if pair:
+        return Config.make(4, stages, "wgmma", HOPPER=1, PAIR=1, SLOTS=slots)
     return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
+
+
+def _grouped(groups: int) -> Config:
+    return Config.make(4, 2, "wgmma", GROUPS=groups, HOPPER=1, SLOTS=3)
 
 
 SPACE_FWD: Space = Space(
@@ -271,6 +306,9 @@ SPACE_FWD: Space = Space(
         _hopper(2, 3),
         _hopper(3, 2),
         _hopper(2, 2),
+        _hopper(2, 3, pair=True),
+        _grouped(4),
+        _grouped(8),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
@@ -283,7 +321,7 @@ SPACE_FWD: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=lambda key, device: _default(SPACE_FWD, key, device, "READ_V"),
-    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, SOLVE, HOPPER, HOPPER_SPLIT),
+    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, SOLVE, HOPPER, HOPPER_PAIR, HOPPER_SPLIT),
 )
 
 

@@ -6,8 +6,9 @@ import triton.language as tl
 from .triton_chunks import load_band, load_sums, place_chunk, place_writes, shares
 
 TABLES_RUNTIME = ("tokens", "heads", "sequences", "chunk", "chunks", "window")
-# Below any sum of whole numbers of a slot, so that nothing is left.
-BEHIND = tl.constexpr(-(1 << 24))
+BEHIND = tl.constexpr(
+    -(1 << 24)
+)  # below any sum of whole numbers of a slot, so that nothing is left
 LOWEST = tl.constexpr(-32)  # exponent of the smallest scale of a row: less is as good as nothing
 
 

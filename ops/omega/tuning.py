@@ -141,17 +141,20 @@ _SPLIT: tuple[dict[str, Any], ...] = (
     {"chunk_size": 8},
     {"chunk_size": 32},
 )
-# Any other is compiled for the first of these widths that it serves. Narrow ones have configs of
-# their own.
+# Any other is compiled for the first of these widths that it serves, or for few heads.
+# Narrow ones have configs of their own.
 WIDTHS = (64, 16, 32, 128)
 # Bytes of stack that a kernel may use on targets with wgmma and on others: values around its loops,
 # and tables of two tokens beside each other. By the padded width, or what weighs more than that;
 # all others must not spill.
 MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
+    ("scan", 64): (40, 0),
+    ("scan", 128): (72, 0),
     ("scan", "momentum"): (40, 0),
     ("states", 128): (8, 0),
     ("scan_back", 128): (32, 0),
     ("chunk_gradients", 128): (120, 0),
+    ("scan_pair", 128): (8, 0),
     ("scan_split", 128): (328, 0),
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
@@ -229,7 +232,8 @@ def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Confi
             yield default, shape
     if quick:
         return
-    for shape in map(_compile_shape, WIDTHS):
+    few = [_compile_shape(WIDTHS[-1], batch=1), _compile_shape(batch=1)]
+    for shape in (*map(_compile_shape, WIDTHS), *few):
         for config in space.fitting(space.bucket(shape), device):
             if config not in served:
                 yield config, shape

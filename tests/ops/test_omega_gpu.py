@@ -166,6 +166,34 @@ def test_rules(case: Case, dtype: torch.dtype, device: torch.device) -> None:
         check(case, dtype, device, seeds=(0,))
 
 
+FEW_HEADS = FEW.but(width=128, values=128, momentum=False, tokens=330)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        FEW_HEADS.but(carried=True, batch=2),
+        FEW_HEADS.but(inner_loss="dot", window=1, gates=False),
+        FEW_HEADS.but(read_before=True, window=17, values=80),
+        FEW_HEADS.but(packed=(0, 70, 70, 134, 330), carried=True),
+        FEW_HEADS.but(chunk_size=16, carried=True, width=64),
+    ],
+    ids=lambda case: f"d{case.width}-{case.name}",
+)
+def test_rules_of_few_heads(case: Case, device: torch.device) -> None:
+    """By a pair of programs, and in groups; neither is a default."""
+    configs = fitting(backend.SPACE_FWD, case, BF16, device)
+    configs = [x for x in configs if x.get("PAIR") or x.get("GROUPS")]
+    if not configs:
+        pytest.skip(f"no config for few heads fits {case.name} here")
+    for config in configs:
+        with use_config(backend.SPACE_FWD, config):
+            oracle.check_op(
+                OP, reference.omega_memory, case.arguments, BF16, device, seeds=(0, 1),
+                grads=False, label=f"{config.name} {case.name}",
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "case",
     [
