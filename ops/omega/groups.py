@@ -1,93 +1,110 @@
-"""Few heads: a sequence in groups of chunks that run side by side, as if packed.
+"""Few heads: the chunks of a sequence in groups that walk side by side.
 
 From its begin to its end a group changes the memory by an affine map, M → T M + O, whatever M is:
 
-    1. every group from [I | 0], with values [0 | V], leaves [T | O]
-    2. M at each group's begin, by one small product after the other
-    3. every group from there
+    1. `maps_of_groups`: T and O of all groups, side by side
+    2. `begins_of_groups`: M at each group's begin, by one small product after the other
+    3. all groups from there, side by side, as if each were a sequence
 
-so that the walk along a sequence is 2 / groups as long, and there are groups times as many.
+so that the way along a sequence is 2 / groups as long, and without reads for the first half of it.
+The way back is the same: Tᵀ dM at a group's end is its part of dM at the begin, the other part what
+the group's reads pull at; `ends_of_groups` has dM at each group's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .op import OmegaShape, OmegaTensors
+from ...autotune.space import Config, Device
+from .. import triton_runtime as runtime
+from .triton_forward import Call
+from .triton_spaces import BETWEEN_GROUPS, HOPPER_GROUPS, OP, TILE, tile_width
 
-TILE = 64  # tokens that a walk takes at once, and at least those of a group
+STAGES = 3  # chunks whose keys and values `omega_maps` has at a time
+# Two of its programs share a multiprocessor.
+MAPS_CONFIG = Config.make(4, STAGES, "wgmma", REGISTERS=128)
+# Columns of a memory, and maps on their way, that a program which goes from group to group has.
+SCAN_COLUMNS, SCAN_STAGES = 16, 3
 
-Run = Callable[[OmegaShape, OmegaTensors], tuple[Tensor, Tensor, Tensor | None]]
+
+def groups_of(call: Call) -> int:
+    """Groups that each sequence of a call is cut into; packed ones are many as it is."""
+    return 1 if call.shape.packed else max(1, call.config.get("GROUPS"))
 
 
-def in_groups(
-    shape: OmegaShape, given: OmegaTensors, groups: int, run: Run
-) -> tuple[Tensor, Tensor, None]:
-    """y (B, T, H, Dv) and M (N, H, D, Dv) after the last token, of a call without momentum.
-
-    run: a forward of packed sequences, such as a backend's `fwd`.
-    """
-    assert not shape.packed
+def maps_of_groups(call: Call) -> torch.Tensor:
+    """Tᵀ over Oᵀ of all groups but the last of each sequence, (N · groups, H, rows, D), fp32."""
+    shape, groups = call.shape, groups_of(call)
     assert not shape.momentum
-    packed, initial = _packed(shape, given, groups)
-    sequences, heads, wide, values = shape.batch, shape.heads, shape.wide, shape.values
-    each = replace(shape, batch=sequences * groups, tokens=sequences * shape.tokens, packed=True)
+    width, blocks = tile_width(shape.wide), -(-shape.values // TILE)
+    rows = width + blocks * TILE
+    maps = call.empty(shape.batch * groups, shape.heads, rows, width)
+    initial = call.starts()["initial_state"]
+    arguments: dict[str, Any] = {
+        **call.tiles("k", "v", "k_older", "v_older", "tail_k", "tail_v"),
+        "tail_length": call.older["tail_length"],
+        "writes": call.edges["writes"],
+        "ends": call.edges["ends"],
+        "initial_state": initial,
+        "maps": maps,
+        **call.scan_sizes(),
+    }
+    names = ("DOT", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES")
+    constants = {name: call.flags[name] for name in names} | {
+        "INITIAL": initial is not None,
+        "D": width,
+        "STAGES": STAGES,
+        "GROUPS": groups,
+    }
+    programs = shape.batch * (groups - 1) * shape.heads * (rows // TILE)
+    kernel = (HOPPER_GROUPS, "omega_maps")
+    runtime.launch(OP, kernel, programs, call.device, MAPS_CONFIG, arguments, constants)
+    return maps
 
-    def beside(x: Tensor) -> Tensor:
-        return torch.cat((x.new_zeros(*x.shape[:3], wide), x), 3)
 
-    start = torch.eye(wide, wide + values, dtype=initial.dtype, device=initial.device)
-    maps = packed._replace(
-        v=beside(packed.v), tail_v=None if packed.tail_v is None else beside(packed.tail_v),
-        initial_state=start.expand(each.batch, heads, wide, wide + values).contiguous(),
-    )  # fmt: skip
-    _, left, _ = run(replace(each, values=wide + values), maps)
-    slope, offset = left.unflatten(0, (sequences, groups)).split((wide, values), -1)
-
-    begins = [initial]
-    for group in range(groups - 1):
-        begins.append(slope[:, group] @ begins[-1] + offset[:, group])
-    y, state, _ = run(each, packed._replace(initial_state=torch.stack(begins, 1).flatten(0, 1)))
-    last = state.unflatten(0, (sequences, groups))[:, -1]
-    return y.view(given.v.shape), last.contiguous(), None
+def begins_of_groups(call: Call, maps: torch.Tensor) -> torch.Tensor:
+    """M at the begin of each group, (N · groups, H, D, Dv), fp32."""
+    initial = call.starts()["initial_state"]
+    begins = _of_groups(call)
+    arguments = {"maps": maps, "initial_state": initial, "begins": begins}
+    _launch(call, "omega_begins", maps, arguments, {"INITIAL": initial is not None})
+    return begins
 
 
-def _packed(shape: OmegaShape, given: OmegaTensors, groups: int) -> tuple[OmegaTensors, Tensor]:
-    """The groups of all sequences as packed ones, and M at the begin of each sequence.
+def ends_of_groups(
+    call: Call, maps: torch.Tensor, d_last: torch.Tensor, d_begins: torch.Tensor
+) -> torch.Tensor:
+    """dM at the end of each group, as large as `d_begins`: dM at its begin, but for Tᵀ dM."""
+    ends = _of_groups(call)
+    arguments = {"maps": maps, "d_last": d_last, "d_begins": d_begins, "d_ends": ends}
+    _launch(call, "omega_ends", maps, arguments, {})
+    return ends
 
-    A group has whole chunks, but for the last one; there may be empty ones behind it.
-    """
-    device, older = given.k.device, shape.window - 1
-    unit = shape.chunk_size * max(1, TILE // shape.chunk_size)
-    length = -(-shape.tokens // (groups * unit)) * unit
-    first = torch.arange(groups, device=device) * length
-    row = torch.arange(shape.batch, device=device)[:, None] * shape.tokens
-    starts = (row + first.clamp(max=shape.tokens)).flatten()
-    end = starts.new_full((1,), shape.batch * shape.tokens)
 
-    fields = ("q", "k", "v", "step", "decay", "window_gates")
-    tokens = {name: x for name in fields if (x := getattr(given, name)) is not None}
-    flat: dict[str, Any] = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in tokens.items()}
-    packed = given._replace(cu_seqlens=torch.cat((starts, end)).to(torch.int32), **flat)
-    if older > 0:
-        before = starts[:, None] + torch.arange(-older, 0, device=device)
-        before = before.clamp(0, max(shape.batch * shape.tokens - 1, 0))
-        known = torch.full((shape.batch, groups), older, dtype=torch.int32, device=device)
-        known[:, 0] = 0 if given.tail_k is None else older
-        if given.tail_length is not None:
-            known[:, 0] = given.tail_length
-        tails: dict[str, Any] = {"tail_length": known.flatten()}
-        for name, x, tail in (
-            ("tail_k", packed.k, given.tail_k), ("tail_v", packed.v, given.tail_v)
-        ):  # fmt: skip
-            tails[name] = x[0, before]
-            if tail is not None:
-                tails[name].unflatten(0, (shape.batch, groups))[:, 0] = tail
-        packed = packed._replace(**tails)
-    zero = given.empty_state(shape) if given.initial_state is None else given.initial_state
-    return packed, zero
+def _of_groups(call: Call) -> torch.Tensor:
+    shape = call.shape
+    return call.empty(shape.batch * groups_of(call), shape.heads, shape.wide, shape.values)
+
+
+def _launch(
+    call: Call, kernel: str, maps: torch.Tensor, arguments: dict[str, Any],
+    constants: dict[str, Any],
+) -> None:  # fmt: skip
+    shape, (rows, width) = call.shape, maps.shape[2:]
+    constants |= {
+        "GROUPS": groups_of(call),
+        "WIDTH": shape.wide,
+        "VALUES": shape.values,
+        "D": width,
+        "ROWS": rows,
+        "V": SCAN_COLUMNS,
+        # Errors of the next group's keys are small: rounding M would be much of them.
+        "PRECISION": "tf32x3" if Device.of(call.device).capability else "ieee",
+    }
+    programs = shape.batch * shape.heads * -(-shape.values // SCAN_COLUMNS)
+    config = Config.make(width // 16, SCAN_STAGES, "mma")
+    arguments["heads"] = shape.heads
+    of_kernel = (BETWEEN_GROUPS, kernel)
+    runtime.launch(OP, of_kernel, programs, call.device, config, arguments, constants)

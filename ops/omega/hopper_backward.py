@@ -11,6 +11,7 @@ import torch
 
 from ...autotune.space import Config, Device
 from .. import triton_runtime as runtime
+from .groups import begins_of_groups, ends_of_groups, groups_of, maps_of_groups
 from .triton_backward import Backward
 from .triton_spaces import GATES_BACK, HOPPER_BWD, HOPPER_GRADIENTS, OP, TILE, tile_width
 
@@ -28,17 +29,19 @@ class HopperBackward(Backward):
     def gradients(self) -> tuple[Any, ...]:
         """Of the first `DIFFERENTIABLE` tensors of a call, None where there is no tensor."""
         shape = self.shape
+        self.groups = groups_of(self)
         self.gates(bounded=True)
         tables = self.tables()
+        maps = maps_of_groups(self) if self.groups > 1 else None
         self.width = tile_width(shape.wide)
         self.blocks = -(-shape.values // TILE)
         rows = self.slots * shape.heads * self.blocks * TILE
         kept = self._matrices(
             rows, states=self.width, lost=self.width, errors=TILE, errors_older=self.halo
         )
-        self._states(kept)
+        self._states(maps, kept)
         d_kept = self._matrices(rows, d_states=self.width, d_errors=TILE, d_errors_older=self.halo)
-        d_initial = self._scan_back(tables, d_kept)
+        d_initial = self._scan_back(maps, tables, d_kept)
         return self._of_chunks_by_tiles(tables, kept | d_kept, d_initial)
 
     def _matrices(self, rows: int, **columns: int) -> Tensors:
@@ -55,9 +58,11 @@ class HopperBackward(Backward):
         names = ("DOT", "PACKED", "TAIL", "LENGTHS", "HALO", "WIDTH", "VALUES")
         return {name: self.flags[name] for name in names} | {"D": self.width}
 
-    def _states(self, kept: Tensors) -> None:
+    def _states(self, maps: torch.Tensor | None, kept: Tensors) -> None:
         """M at the begin of each chunk, and R."""
         initial = self.starts()["initial_state"]
+        if maps is not None:
+            initial = begins_of_groups(self, maps)
         arguments: dict[str, Any] = {
             **self.tiles("k", "v", "k_older", "v_older", "tail_k", "tail_v"),
             "tail_length": self.older["tail_length"],
@@ -73,12 +78,27 @@ class HopperBackward(Backward):
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
         }
-        self._walk((HOPPER_BWD, "omega_states"), arguments, constants)
+        self._walk((HOPPER_BWD, "omega_states"), self.groups, arguments, constants)
 
-    def _scan_back(self, tables: Tensors, d_kept: Tensors) -> torch.Tensor:
+    def _scan_back(
+        self, maps: torch.Tensor | None, tables: Tensors, d_kept: Tensors
+    ) -> torch.Tensor:
         """dM at the end of each chunk, and dR; returned: the gradient of the initial state."""
+        d_last = self.d_state
+        if maps is not None:
+            d_begins = self._walk_back(tables, d_last, d_kept, keeps=False)
+            d_last = ends_of_groups(self, maps, d_last, d_begins)
+        d_initial = self._walk_back(tables, d_last, d_kept)
+        if maps is None:
+            return d_initial
+        return d_initial.unflatten(0, (self.shape.batch, self.groups))[:, 0].contiguous()
+
+    def _walk_back(
+        self, tables: Tensors, d_last: torch.Tensor, d_kept: Tensors, *, keeps: bool = True
+    ) -> torch.Tensor:
+        """dM at the begin of each group; of all but the first where nothing else is kept."""
         shape = self.shape
-        d_initial = self.empty(shape.batch, shape.heads, shape.wide, shape.values)
+        d_initial = self.empty(shape.batch * self.groups, shape.heads, shape.wide, shape.values)
         arguments: dict[str, Any] = {
             **self.tiles("q", "k", "d_y", "k_older", "tail_k"),
             **self.shares(tables),
@@ -88,7 +108,7 @@ class HopperBackward(Backward):
             "ends": self.edges["ends"],
             "rates": tables["rates"],
             "scales": tables["scales"],
-            "d_last": self.d_state,
+            "d_last": d_last,
             "d_initial": d_initial,
             **self._of_matrices(d_kept),
             **self.scan_sizes(),
@@ -97,15 +117,19 @@ class HopperBackward(Backward):
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
             "MIX_REGISTERS": MIX_REGISTERS,
+            "KEEPS": keeps,
         }
-        self._walk((HOPPER_BWD, "omega_scan_back"), arguments, constants)
+        groups = self.groups if keeps else self.groups - 1
+        self._walk((HOPPER_BWD, "omega_scan_back"), groups, arguments, constants)
         return d_initial
 
     def _walk(
-        self, kernel: tuple[str, str], arguments: dict[str, Any], constants: dict[str, Any]
-    ) -> None:
+        self, kernel: tuple[str, str], groups: int, arguments: dict[str, Any],
+        constants: dict[str, Any],
+    ) -> None:  # fmt: skip
         shape = self.shape
-        programs = shape.batch * shape.heads * self.blocks
+        constants["GROUPS"] = self.groups
+        programs = shape.batch * groups * shape.heads * self.blocks
         runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
 
     def _of_chunks_by_tiles(
@@ -115,9 +139,11 @@ class HopperBackward(Backward):
         each = (self.slots, shape.heads)
         out = self.outputs()
         parts = self.edge_parts()
+        # As plain torch has them in bf16. In fp16 they could be more than it holds.
+        shares = torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32
         found: Tensors = {
-            "d_shares": self.empty(*each, TILE, TILE),
-            "d_shares_older": self.when(halo > 0, *each, TILE, halo),
+            "d_shares": self.empty(*each, TILE, TILE, dtype=shares),
+            "d_shares_older": self.empty(*each, TILE, halo, dtype=shares) if halo else None,
             "d_rates": self.empty(*each, TILE),
             "in_state": self.empty(*each, TILE),
             "in_state_older": self.when(halo > 0, *each, halo),

@@ -27,11 +27,13 @@ from .hopper_fwd import (
     CHUNK,
     COLUMNS,
     SCAN_RUNTIME,
+    among_groups,
     barriers,
     columns_of_state,
     keep_rows,
     last_token,
     left_operand,
+    opens,
     place_sequence,
     produce,
     product,
@@ -71,13 +73,13 @@ def omega_states(
     tokens: gl.int32, heads: gl.int32, chunks: gl.int32, older: gl.int32,
     DOT: gl.constexpr, INITIAL: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr,
     LENGTHS: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Operands as in `omega_scan`. For each slot and head, columns padded to a multiple of COLUMNS:
     states, lost (columns, D): M at the chunk's begin and its remainder; errors (columns, CHUNK),
     errors_older (columns, HALO): R. All are descriptors of matrices, in tiles of COLUMNS rows.
     """
-    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED, GROUPS)
     dtype: gl.constexpr = k.dtype
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
     v_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, COLUMNS], v.layout)
@@ -146,12 +148,13 @@ def _produce_back(
         c = count - 1 - n
         s = n % STAGES
         first = begin + c * CHUNK
+        opening, row = opens(place, c, PACKED)
         mbarrier.wait(free.index(s), ((n // STAGES) & 1) ^ 1)
         mended = copy_rows(
             (q, k, d_y, k_older, tail_k),
             (q_t.index(s), k_t.index(s), d_y_t.index(s), k_older_t.index(s)),
-            (sequence, batch, head, first, end, v0), c, older, tail_length, full.index(s), copied,
-            mended, ROWS, SHARES, PACKED, TAIL, LENGTHS, HALO, D, True,
+            (row, batch, head, c, first, end, v0), opening, older, tail_length, full.index(s),
+            copied, mended, ROWS, SHARES, PACKED, TAIL, LENGTHS, HALO, D, True,
         )  # fmt: skip
         of_slot = ((slot0 + c) * heads + head) * CHUNK
         tma.async_copy_global_to_shared(shares, [of_slot, 0], full.index(s), shares_t.index(s))
@@ -163,61 +166,61 @@ def _produce_back(
 
 @gluon.jit
 def copy_rows(
-    operands, tiles, at, c, older, tail_length, full, copied, mended,
+    operands, tiles, at, opening, older, tail_length, full, copied, mended,
     ROWS: gl.constexpr, BESIDE: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr,
     LENGTHS: gl.constexpr, HALO: gl.constexpr, D: gl.constexpr, UPSTREAM: gl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and (UPSTREAM) gradients of y of chunk c, ROWS bytes; the barrier `full` is
+    """Queries, keys and (UPSTREAM) gradients of y of a chunk, ROWS bytes; the barrier `full` is
     told of them and of BESIDE bytes that come with them. Returns how often `copied` was used.
+
+    opening: whether no token of the sequence is in front of it, but for row `at[0]` of the tails.
     """
     q, k, d_y, k_older, tail_k = operands
     q_t, k_t, d_y_t, k_older_t = tiles
-    sequence, batch, head, first, end, v0 = at
+    row, batch, head, c, first, end, v0 = at
     mend = c < 0
     if PACKED:
         mend = mend | (end - first < CHUNK)
     if HALO > 0 and (PACKED or LENGTHS):
-        mend = mend | (c == 0)
+        mend = mend | opening
     if mend:
         mbarrier.expect(copied, ROWS)
-        _copy_all(operands, tiles, at, c, older, copied, TAIL, HALO, UPSTREAM)
+        _copy_all(operands, tiles, at, opening, older, copied, TAIL, HALO, UPSTREAM)
         mbarrier.wait(copied, mended & 1)
         keep_rows(q_t, 0, end - first, CHUNK, D)
         keep_rows(k_t, 0, end - first, CHUNK, D)
         if UPSTREAM:
             keep_rows(d_y_t, 0, end - first, CHUNK, COLUMNS)
         if HALO:
-            known = gl.where(c > 0, HALO, older if TAIL else 0)
+            known = gl.where(opening, older if TAIL else 0, HALO)
             if LENGTHS:
-                length = gl.minimum(gl.load(tail_length + sequence), older)
-                known = gl.where(c > 0, HALO, length)
+                length = gl.minimum(gl.load(tail_length + row), older)
+                known = gl.where(opening, length, HALO)
             keep_rows(k_older_t, HALO - known, HALO, HALO, D)
         fence_async_shared()
         mbarrier.expect(full, BESIDE)
         mended += 1
     else:
         mbarrier.expect(full, ROWS + BESIDE)
-        _copy_all(operands, tiles, at, c, older, full, TAIL, HALO, UPSTREAM)
+        _copy_all(operands, tiles, at, opening, older, full, TAIL, HALO, UPSTREAM)
     return mended
 
 
 @gluon.jit
 def _copy_all(
-    operands, tiles, at, c, older, bar,
+    operands, tiles, at, opening, older, bar,
     TAIL: gl.constexpr, HALO: gl.constexpr, UPSTREAM: gl.constexpr,
 ):  # fmt: skip
     q, k, d_y, k_older, tail_k = operands
     q_t, k_t, d_y_t, k_older_t = tiles
-    sequence, batch, head, first, end, v0 = at
+    row, batch, head, c, first, end, v0 = at
     tma.async_copy_global_to_shared(k, [batch, head, first, 0], bar, k_t)
     tma.async_copy_global_to_shared(q, [batch, head, first, 0], bar, q_t)
     if UPSTREAM:
         tma.async_copy_global_to_shared(d_y, [batch, head, first, v0], bar, d_y_t)
     if HALO:
-        if TAIL and c == 0:
-            tma.async_copy_global_to_shared(
-                tail_k, [sequence, head, older - HALO, 0], bar, k_older_t
-            )
+        if TAIL and opening:
+            tma.async_copy_global_to_shared(tail_k, [row, head, older - HALO, 0], bar, k_older_t)
         else:
             tma.async_copy_global_to_shared(k_older, [batch, head, first - HALO, 0], bar, k_older_t)
 
@@ -274,7 +277,8 @@ def _mix(
 def _walk_back(
     tiles, mixed, left, bars, writes, ends, d_last, d_initial, place, heads,
     DOT: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr,
+    KEEPS: gl.constexpr,
 ):  # fmt: skip
     k_t, k_older_t, d_y_t = tiles
     X_t, X_older_t, AQ_t = mixed
@@ -284,7 +288,13 @@ def _walk_back(
     dtype: gl.constexpr = k_t.dtype
     SOME: gl.constexpr = HALO if HALO else 16
     cells, inside = columns_of_state(place, heads, WIDTH, VALUES, D)
-    dM = gl.load(d_last + cells, mask=inside, other=0.0)
+    if KEEPS:
+        dM = gl.load(d_last + cells, mask=inside, other=0.0)
+    else:
+        of_sequence = (batch, batch, head, v0, begin, end, count, slot0)
+        last, inside_last = columns_of_state(of_sequence, heads, WIDTH, VALUES, D)
+        inside_last = inside_last & (sequence % GROUPS == GROUPS - 1)
+        dM = gl.load(d_last + last, mask=inside_last, other=0.0)
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, product(CHUNK)))
     i = gl.arange(0, SOME, layout=gl.SliceLayout(0, product(SOME)))
     at = (slot0 + count - 1).to(gl.int64) * heads + head
@@ -312,8 +322,9 @@ def _walk_back(
                     left_operand(low, HALO, dtype), keys_older.permute((1, 0)), along_older,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
-            mbarrier.wait(kept.index(slot), ((n // SLOTS) & 1) ^ 1)
-            dM_t.index(slot).store(low)
+            if KEEPS:
+                mbarrier.wait(kept.index(slot), ((n // SLOTS) & 1) ^ 1)
+                dM_t.index(slot).store(low)
             dM = rate * dM
             mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
             if HALO:
@@ -335,11 +346,12 @@ def _walk_back(
                     dM = warpgroup_mma(
                         left_operand(dR_older, D, dtype), keys_older, dM, is_async=True
                     )
-            dR_t.index(slot).store(dR.to(dtype))
-            if HALO:
-                dR_older_t.index(slot).store(dR_older.to(dtype))
-            fence_async_shared()
-            mbarrier.arrive(done.index(slot), count=1)
+            if KEEPS:
+                dR_t.index(slot).store(dR.to(dtype))
+                if HALO:
+                    dR_older_t.index(slot).store(dR_older.to(dtype))
+                fence_async_shared()
+                mbarrier.arrive(done.index(slot), count=1)
             dM = warpgroup_mma_wait(0, deps=[dM])
             mbarrier.arrive(taken.index(slot), count=1)
             mbarrier.arrive(free.index(s), count=1)
@@ -349,14 +361,14 @@ def _walk_back(
 @gluon.jit
 def _keep_back(
     outs, left, bars, place, heads,
-    HALO: gl.constexpr, VALUES: gl.constexpr, SLOTS: gl.constexpr,
+    HALO: gl.constexpr, VALUES: gl.constexpr, SLOTS: gl.constexpr, KEEPS: gl.constexpr,
 ):  # fmt: skip
     d_states, d_errors, d_errors_older = outs
     dM_t, dR_t, dR_older_t = left
     done, kept = bars
     sequence, batch, head, v0, begin, end, count, slot0 = place
     PADDED: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS * COLUMNS
-    for n in range(count):
+    for n in range(count if KEEPS else 0):
         slot = n % SLOTS
         row = ((slot0 + count - 1 - n) * heads + head) * PADDED + v0
         mbarrier.wait(done.index(slot), (n // SLOTS) & 1)
@@ -376,12 +388,20 @@ def omega_scan_back(
     DOT: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr, LENGTHS: gl.constexpr,
     HALO: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, MIX_REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, KEEPS: gl.constexpr,
 ):  # fmt: skip
-    """Operands as in `omega_scan`; d_y as v there. d_last, d_initial (N, H, WIDTH, VALUES), fp32.
-    d_states, d_errors, d_errors_older: as states, errors and errors_older of `omega_states`, dM at
-    a chunk's end.
+    """Operands as in `omega_scan`; d_y as v there. d_last, d_initial (N, H, WIDTH, VALUES), fp32,
+    of groups where there are any. d_states, d_errors, d_errors_older: as states, errors and
+    errors_older of `omega_states`, dM at a chunk's end.
+
+    Without KEEPS only d_initial is found, and for all groups but the first: from 0, and for the
+    last one from d_last, which then is of sequences.
     """
-    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
+    number = gl.program_id(0)
+    if not KEEPS:
+        blocks: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
+        number = among_groups(number, blocks * heads, 1, GROUPS - 1, GROUPS)
+    place = place_sequence(number, cu, tokens, heads, chunks, VALUES, PACKED, GROUPS)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)
@@ -408,8 +428,11 @@ def omega_scan_back(
     free = barriers(STAGES, 2)  # by walk and a mixer
     ready = barriers(SLOTS, 1)
     taken = barriers(SLOTS, 1)
-    done = barriers(SLOTS, 1)
-    kept = barriers(SLOTS, 1)
+    done = ready
+    kept = taken
+    if KEEPS:
+        done = barriers(SLOTS, 1)
+        kept = barriers(SLOTS, 1)
     copied = barriers(1, 1)
     gl.warp_specialize(
         [
@@ -418,7 +441,7 @@ def omega_scan_back(
                 (
                     (k_t, k_older_t, d_y_t), (X_t, X_older_t, AQ_t), (dM_t, dR_t, dR_older_t),
                     (full, free, ready, taken, done, kept), writes, ends, d_last, d_initial, place,
-                    heads, DOT, HALO, WIDTH, VALUES, D, STAGES, SLOTS,
+                    heads, DOT, HALO, WIDTH, VALUES, D, STAGES, SLOTS, GROUPS, KEEPS,
                 ),
             ),
             (
@@ -448,7 +471,7 @@ def omega_scan_back(
                 _keep_back,
                 (
                     (d_states, d_errors, d_errors_older), (dM_t, dR_t, dR_older_t), (done, kept),
-                    place, heads, HALO, VALUES, SLOTS,
+                    place, heads, HALO, VALUES, SLOTS, KEEPS,
                 ),
             ),
         ],

@@ -10,12 +10,11 @@ from ...autotune.space import Config
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..triton_runtime import padded
+from .groups import begins_of_groups, groups_of, maps_of_groups
 from .triton_forward import Call, strides
-from .triton_spaces import HOPPER, HOPPER_PAIR, HOPPER_SPLIT, OP, SOLVE, TILE, tile_width
+from .triton_spaces import HOPPER, HOPPER_SPLIT, OP, SOLVE, TILE, tile_width
 
 READ_REGISTERS = 120  # of a thread of a warpgroup that reads
-PAIR_REGISTERS = 152  # the same in `omega_scan_pair`
-RING = 16  # chunks between the two programs of a pair
 # Warps of a program of `omega_solve`, by the chunks of a tile: its blocks have 32, 16 or 8 tokens.
 SOLVE_WARPS = {2: 4, 4: 2, 8: 1}
 # Registers of a thread of it in 4 chunks: what spills, 24 bytes, costs less than one program more
@@ -31,6 +30,7 @@ class HopperForward(Call):
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """y, and M and S after the last token."""
         shape = self.shape
+        self.groups = groups_of(self)
         self.gates(bounded=True)
         tables = self.tables()
         last = (shape.batch, shape.heads, shape.wide, shape.values)
@@ -42,14 +42,18 @@ class HopperForward(Call):
         of_walk |= {name: tables[name] for name in ("rates", "scales")}
         if self.parts > 1:
             self._walk_by_tiles(tables, of_walk)
-        elif self.config.get("PAIR"):
-            self._walk_in_pairs(tables, of_walk)
+        elif self.groups > 1:
+            of_groups = self.empty(shape.batch * self.groups, *last[1:])
+            self._walk(tables, of_walk | {"velocity": None, "state": of_groups})
+            state = of_groups.view(shape.batch, self.groups, *last[1:])[:, -1].contiguous()
         else:
             self._walk(tables, of_walk | {"velocity": velocity})
         return y, state, velocity
 
     def _walk(self, tables: Tensors, arguments: dict[str, Any]) -> None:
         initial = self.starts()["initial_momentum"]
+        if self.groups > 1:
+            arguments["initial_state"] = begins_of_groups(self, maps_of_groups(self))
         arguments |= self._of_older() | {
             "pushes": self.edges["pushes"],
             "carries": tables["carries"],
@@ -58,27 +62,9 @@ class HopperForward(Call):
         constants = {name: self.flags[name] for name in ("DOT", "MOMENTUM", "TAIL", "LENGTHS")} | {
             "INITIAL_MOMENTUM": initial is not None,
             "READ_REGISTERS": READ_REGISTERS,
+            "GROUPS": self.groups,
         }
         self._launch((HOPPER, "omega_scan"), tables, arguments, constants)
-
-    def _walk_in_pairs(self, tables: Tensors, arguments: dict[str, Any]) -> None:
-        pairs = self._walks()
-        rows = pairs * RING * TILE
-        for name, columns in (
-            ("memories", tile_width(self.shape.wide)), ("errors", TILE), ("errors_older", self.halo)
-        ):  # fmt: skip
-            ring = self.empty(rows, columns, dtype=self.shape.dtype)
-            arguments[name] = self.matrix(ring) if columns else None
-        done, copied = torch.zeros(2, pairs, dtype=torch.int32, device=self.device)
-        arguments |= self._of_older() | {"done": done, "copied": copied}
-        constants = {name: self.flags[name] for name in ("DOT", "TAIL", "LENGTHS")} | {
-            "RING": RING,
-            "READ_REGISTERS": PAIR_REGISTERS,
-        }
-        self._launch(
-            (HOPPER_PAIR, "omega_scan_pair"), tables, arguments, constants, programs=2,
-            cooperative=True,
-        )  # fmt: skip
 
     def _walk_by_tiles(self, tables: Tensors, arguments: dict[str, Any]) -> None:
         solved = self.solve(tables)
@@ -147,21 +133,17 @@ class HopperForward(Call):
             "tail_length": self.older["tail_length"], "older": self.shape.window - 1
         }  # fmt: skip
 
-    def _walks(self) -> int:
-        return self.shape.batch * self.shape.heads * -(-self.shape.values // TILE)
-
     def _launch(
         self, kernel: tuple[str, str], tables: Tensors, arguments: dict[str, Any],
-        constants: dict[str, Any], programs: int = 1, *, cooperative: bool = False,
+        constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        """A walk, `programs` for each head and TILE columns, with what all walks take."""
-        initial = self.starts()["initial_state"]
+        """A walk, with what all walks take."""
+        initial = arguments.setdefault("initial_state", self.starts()["initial_state"])
         arguments |= self.tiles("q", "k", "v") | self.shares(tables)
         arguments |= {
             "cu": self.given.cu_seqlens,
             "writes": self.edges["writes"],
             "ends": self.edges["ends"],
-            "initial_state": initial,
             **{name: self.sizes[name] for name in ("tokens", "heads", "chunks")},
         }
         constants |= {name: self.flags[name] for name in ("PACKED", "HALO", "WIDTH", "VALUES")}
@@ -171,7 +153,6 @@ class HopperForward(Call):
             "STAGES": self.config.num_stages,
             "SLOTS": self.config["SLOTS"],
         }
-        runtime.launch(
-            OP, kernel, programs * self._walks(), self.device, self.config, arguments, constants,
-            cooperative=cooperative,
-        )  # fmt: skip
+        shape = self.shape
+        programs = self.groups * shape.batch * shape.heads * -(-shape.values // TILE)
+        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)

@@ -70,14 +70,19 @@ def keep_rows(tile, low, high, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def place_sequence(
-    number, cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr
+    number, cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr,
+    GROUPS: gl.constexpr = 1,
 ):  # fmt: skip
     """Of a program: its sequence, row of the batch, head and first column; the sequence's first
     token, its end, its number of chunks and its first slot.
+
+    GROUPS: of a sequence's chunks, each as many but the last ones; a program has one of them as if
+    it were a sequence, which begins behind token 0.
     """
     blocks: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
     head = number // blocks % heads
     sequence = number // blocks // heads
+    v0 = number % blocks * COLUMNS
     batch = sequence
     begin = tokens * 0
     end = tokens
@@ -87,8 +92,34 @@ def place_sequence(
         begin = gl.load(cu + sequence)
         end = gl.load(cu + sequence + 1)
         slot0 = begin // CHUNK + sequence
-    v0 = number % blocks * COLUMNS
-    return sequence, batch, head, v0, begin, end, gl.cdiv(end - begin, CHUNK), slot0
+    count = gl.cdiv(end - begin, CHUNK)
+    if GROUPS > 1:
+        batch = sequence // GROUPS
+        first = gl.minimum(sequence % GROUPS * gl.cdiv(chunks, GROUPS), chunks)
+        begin = first * CHUNK
+        count = gl.minimum(gl.cdiv(chunks, GROUPS), chunks - first)
+        slot0 = batch * chunks + first
+    return sequence, batch, head, v0, begin, end, count, slot0
+
+
+@gluon.jit
+def among_groups(number, each, FIRST: gl.constexpr, SOME: gl.constexpr, GROUPS: gl.constexpr):
+    """Of a program that is the number-th of SOME groups of each sequence, from the FIRST on, with
+    `each` programs a group: its number among those of all groups.
+    """
+    return number + (number // each // SOME * (GROUPS - SOME) + FIRST) * each
+
+
+@gluon.jit
+def opens(place, c, PACKED: gl.constexpr):
+    """Whether no token of the sequence is in front of chunk c, and which tail then is: its row."""
+    sequence, batch, head, v0, begin, end, count, slot0 = place
+    opening = c == 0
+    row = sequence
+    if not PACKED:
+        opening = opening & (begin == 0)
+        row = batch
+    return opening, row
 
 
 @gluon.jit
@@ -106,17 +137,15 @@ def columns_of_state(
 
 @gluon.jit
 def copy_keys(
-    x, x_older, tail, at, col, c, older, tile, tile_older, bar,
+    x, x_older, tail, at, col, opening, older, tile, tile_older, bar,
     TAIL: gl.constexpr, HALO: gl.constexpr,
 ):  # fmt: skip
     """Keys or values of a chunk, and those in front of it, from column `col` on."""
-    sequence, batch, head, first = at
+    row, batch, head, first = at
     tma.async_copy_global_to_shared(x, [batch, head, first, col], bar, tile)
     if HALO:
-        if TAIL and c == 0:
-            tma.async_copy_global_to_shared(
-                tail, [sequence, head, older - HALO, col], bar, tile_older
-            )
+        if TAIL and opening:
+            tma.async_copy_global_to_shared(tail, [row, head, older - HALO, col], bar, tile_older)
         else:
             tma.async_copy_global_to_shared(
                 x_older, [batch, head, first - HALO, col], bar, tile_older
@@ -141,22 +170,23 @@ def produce(
         s = c % STAGES
         bar = full.index(s)
         first = begin + c * CHUNK
-        of_keys = (sequence, batch, head, first)
+        opening, row = opens(place, c, PACKED)
+        of_keys = (row, batch, head, first)
         # Rows of another sequence, and those that a tail has not, may hold anything.
         mend = c < 0
         if PACKED:
             mend = mend | (end - first < CHUNK)
         if HALO > 0 and (PACKED or LENGTHS):
-            mend = mend | (c == 0)
+            mend = mend | opening
         mbarrier.wait(free.index(s), ((c // STAGES) & 1) ^ 1)
         if mend:
             mbarrier.expect(copied, KEYS)
             copy_keys(
-                k, k_older, tail_k, of_keys, 0, c, older, k_t.index(s), k_older_t.index(s), copied,
-                TAIL, HALO,
+                k, k_older, tail_k, of_keys, 0, opening, older, k_t.index(s), k_older_t.index(s),
+                copied, TAIL, HALO,
             )  # fmt: skip
             copy_keys(
-                v, v_older, tail_v, of_keys, v0, c, older, v_t.index(s), v_older_t.index(s),
+                v, v_older, tail_v, of_keys, v0, opening, older, v_t.index(s), v_older_t.index(s),
                 copied, TAIL, HALO,
             )  # fmt: skip
             mbarrier.wait(copied, mended & 1)
@@ -164,10 +194,10 @@ def produce(
             keep_rows(k_t.index(s), 0, end - first, CHUNK, D)
             keep_rows(v_t.index(s), 0, end - first, CHUNK, COLUMNS)
             if HALO:
-                known = gl.where(c > 0, HALO, older if TAIL else 0)
+                known = gl.where(opening, older if TAIL else 0, HALO)
                 if LENGTHS:
-                    length = gl.minimum(gl.load(tail_length + sequence), older)
-                    known = gl.where(c > 0, HALO, length)
+                    length = gl.minimum(gl.load(tail_length + row), older)
+                    known = gl.where(opening, length, HALO)
                 keep_rows(k_older_t.index(s), HALO - known, HALO, HALO, D)
                 keep_rows(v_older_t.index(s), HALO - known, HALO, HALO, COLUMNS)
             fence_async_shared()
@@ -175,12 +205,12 @@ def produce(
         else:
             mbarrier.expect(bar, KEYS + OF_READS)
             copy_keys(
-                k, k_older, tail_k, of_keys, 0, c, older, k_t.index(s), k_older_t.index(s), bar,
-                TAIL, HALO,
+                k, k_older, tail_k, of_keys, 0, opening, older, k_t.index(s),
+                k_older_t.index(s), bar, TAIL, HALO,
             )  # fmt: skip
             copy_keys(
-                v, v_older, tail_v, of_keys, v0, c, older, v_t.index(s), v_older_t.index(s), bar,
-                TAIL, HALO,
+                v, v_older, tail_v, of_keys, v0, opening, older, v_t.index(s),
+                v_older_t.index(s), bar, TAIL, HALO,
             )  # fmt: skip
         if READS:
             of_slot = ((slot0 + c) * heads + head) * CHUNK
@@ -209,16 +239,14 @@ def last_token(writes, pushes, ends, at, i, j, MOMENTUM: gl.constexpr, HALO: gl.
 
 
 @gluon.jit
-def walk(
-    tiles, left, bars, writes, pushes, ends, initial_state, initial_momentum, state, velocity,
-    place, heads,
-    DOT: gl.constexpr, MOMENTUM: gl.constexpr, INITIAL: gl.constexpr,
-    INITIAL_MOMENTUM: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr,
-    VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    LOW: gl.constexpr, LAST: gl.constexpr,
+def walk_along(
+    M, S, tiles, left, bars, writes, pushes, ends, place, heads,
+    DOT: gl.constexpr, MOMENTUM: gl.constexpr, HALO: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, LOW: gl.constexpr, LEAVES: gl.constexpr,
 ):  # fmt: skip
-    """Role of a warpgroup: the memory, chunk after chunk. LOW: what rounding takes from M
-    is left, too, and has its part in R. LAST: write M and S after the last token.
+    """A program's columns of M and S, transposed, from before its first chunk to behind its last.
+    LEAVES: M and R of each chunk in shared memory. LOW: also what rounding takes from M, which has
+    its part in R, too.
     """
     k_t, v_t, k_older_t, v_older_t = tiles
     M_t, S_t, R_t, R_older_t, lost_t = left
@@ -226,13 +254,6 @@ def walk(
     sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = k_t.dtype
     SOME: gl.constexpr = HALO if HALO else 16
-    cells, inside = columns_of_state(place, heads, WIDTH, VALUES, D)
-    M = gl.zeros([COLUMNS, D], gl.float32, product(D))
-    S = M
-    if INITIAL:
-        M = gl.load(initial_state + cells, mask=inside, other=0.0)
-    if INITIAL_MOMENTUM:
-        S = gl.load(initial_momentum + cells, mask=inside, other=0.0)
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, product(CHUNK)))
     i = gl.arange(0, SOME, layout=gl.SliceLayout(0, product(SOME)))
     at = slot0.to(gl.int64) * heads + head
@@ -274,8 +295,9 @@ def walk(
                         R_older,
                         is_async=True,
                     )
-            mbarrier.wait(taken.index(slot), ((c // SLOTS) & 1) ^ 1)
-            M_t.index(slot).store(low)
+            if LEAVES:
+                mbarrier.wait(taken.index(slot), ((c // SLOTS) & 1) ^ 1)
+                M_t.index(slot).store(low)
             if LOW:
                 lost_t.index(slot).store(lost)
             M = rate * M
@@ -291,7 +313,8 @@ def walk(
             M = warpgroup_mma(left_operand(write[None, :] * R, D, dtype), keys, M, is_async=True)
             if MOMENTUM:
                 S = warpgroup_mma(left_operand(push[None, :] * R, D, dtype), keys, S, is_async=True)
-            R_t.index(slot).store(R.to(dtype))
+            if LEAVES:
+                R_t.index(slot).store(R.to(dtype))
             if HALO:
                 M = warpgroup_mma(
                     left_operand(write_older[None, :] * R_older, D, dtype),
@@ -304,14 +327,42 @@ def walk(
                         left_operand(push_older[None, :] * R_older, D, dtype), keys_older, S,
                         is_async=True,
                     )  # fmt: skip
-                R_older_t.index(slot).store(R_older.to(dtype))
-            fence_async_shared()
-            mbarrier.arrive(ready.index(slot), count=1)
+                if LEAVES:
+                    R_older_t.index(slot).store(R_older.to(dtype))
+            if LEAVES:
+                fence_async_shared()
+                mbarrier.arrive(ready.index(slot), count=1)
             if MOMENTUM:
                 M, S = warpgroup_mma_wait(0, deps=[M, S])
             else:
                 M = warpgroup_mma_wait(0, deps=[M])
             mbarrier.arrive(free.index(s), count=1)
+    return M, S
+
+
+@gluon.jit
+def walk(
+    tiles, left, bars, writes, pushes, ends, initial_state, initial_momentum, state, velocity,
+    place, heads,
+    DOT: gl.constexpr, MOMENTUM: gl.constexpr, INITIAL: gl.constexpr,
+    INITIAL_MOMENTUM: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr,
+    VALUES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    LOW: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """Role of a warpgroup: the memory, chunk after chunk. LAST: write M and S after the last
+    token. LOW: as in `walk_along`.
+    """
+    cells, inside = columns_of_state(place, heads, WIDTH, VALUES, D)
+    M = gl.zeros([COLUMNS, D], gl.float32, product(D))
+    S = M
+    if INITIAL:
+        M = gl.load(initial_state + cells, mask=inside, other=0.0)
+    if INITIAL_MOMENTUM:
+        S = gl.load(initial_momentum + cells, mask=inside, other=0.0)
+    M, S = walk_along(
+        M, S, tiles, left, bars, writes, pushes, ends, place, heads, DOT, MOMENTUM, HALO, D, STAGES,
+        SLOTS, LOW, True,
+    )  # fmt: skip
     if LAST:
         gl.store(state + cells, M, mask=inside)
     if LAST and MOMENTUM:
@@ -402,14 +453,16 @@ def omega_scan(
     INITIAL_MOMENTUM: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr,
     LENGTHS: gl.constexpr, HALO: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, READ_REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """All chunks of one head of one sequence, COLUMNS columns of its memory.
+    """All chunks of one head of one sequence, COLUMNS columns of its memory; or those of a group,
+    and states are of groups.
 
     q, k, v: descriptors of (B, H, T, ·) in tiles of CHUNK rows; k_older, v_older: of HALO rows;
     tail_k, tail_v: of (N, H, older, ·), HALO rows. shares, shares_older: of the results of
     `omega_tables`; rates, carries, scales: the others of them. The others as in `omega_chain`.
     """
-    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED)
+    place = place_sequence(gl.program_id(0), cu, tokens, heads, chunks, VALUES, PACKED, GROUPS)
     dtype: gl.constexpr = k.dtype
     q_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q.layout)
     k_t = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k.layout)

@@ -73,8 +73,8 @@ def _produce(
             mbarrier.wait(free.index(s), ((n // STAGES) & 1) ^ 1)
             mended = copy_rows(
                 rows, (q_t.index(s), k_t.index(s), d_y_t.index(0), k_older_t.index(s)),
-                (sequence, batch, head, first, end, 0), c, older, tail_length, full.index(s),
-                copied, mended, ROWS, SHARES, PACKED, TAIL, LENGTHS, HALO, D, False,
+                (sequence, batch, head, c, first, end, 0), c == 0, older, tail_length,
+                full.index(s), copied, mended, ROWS, SHARES, PACKED, TAIL, LENGTHS, HALO, D, False,
             )  # fmt: skip
             tma.async_copy_global_to_shared(
                 shares, [at * CHUNK, 0], full.index(s), shares_t.index(s)
@@ -196,11 +196,13 @@ def _of_queries(
                 scores, scores_older = warpgroup_mma_wait(0, deps=[scores, scores_older])
                 i = gl.arange(0, HALO, layout=gl.SliceLayout(0, product(HALO)))
                 to = (at * CHUNK + t_older)[:, None] * HALO + i[None, :]
-                gl.store(d_shares_older + to, -scores_older * dX_older)
+                gl.store(
+                    d_shares_older + to, (-scores_older * dX_older).to(d_shares.dtype.element_ty)
+                )
             else:
                 scores = warpgroup_mma_wait(0, deps=[scores])
             to = (at * CHUNK + t)[:, None] * CHUNK + keys[None, :]
-            gl.store(d_shares + to, -scores * dX)
+            gl.store(d_shares + to, (-scores * dX).to(d_shares.dtype.element_ty))
             dQ = warpgroup_mma(dL, rows, rate[:, None] * QM, is_async=True)
             if HALO:
                 dQ = warpgroup_mma(dL_older, rows_older, dQ, is_async=True)

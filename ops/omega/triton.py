@@ -5,7 +5,8 @@
 | `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
 | `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
 | `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
-| `hopper_pair`       | these by two programs side by side, for few heads                   |
+| `hopper_groups`     | how groups of chunks change a memory, for few heads                 |
+| `triton_groups`     | memories between those groups                                       |
 | `hopper_split`      | the walk and reads of several short chunks at once                  |
 | `triton_solve`      | what those chunks owe each other                                    |
 | `hopper_bwd`        | both walks of its backward                                          |
@@ -15,7 +16,7 @@
 
 Launchers are in `triton_forward`, `triton_backward`, `hopper_forward` and `hopper_backward`, config
 spaces in `triton_spaces`; what kernels share is in `triton_chunks`. `groups` cuts the sequences of
-few heads into pieces that run side by side.
+few heads into groups of chunks that walk side by side.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch
 
 from ...autotune.space import Device, choose
 from .. import triton_runtime as runtime
-from .groups import in_groups
 from .hopper_backward import HopperBackward
 from .hopper_forward import HopperForward
 from .op import OmegaShape, OmegaTensors
@@ -57,13 +57,7 @@ def fwd(shape: OmegaShape, given: OmegaTensors) -> Results:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     if config.get("HOPPER"):
-
-        def run(shape: OmegaShape, given: OmegaTensors) -> Results:
-            return HopperForward(shape, given, config=config).results()
-
-        if config.get("GROUPS") and not shape.packed:  # packed sequences run side by side as it is
-            return in_groups(shape, given, config["GROUPS"], run)
-        return run(shape, given)
+        return HopperForward(shape, given, config=config).results()
     call = Call(shape, given, config=config)
     call.gates()
     begins, state, velocity = call.chain()

@@ -6,8 +6,8 @@ columns of the memory a program takes. CHAIN_V, `num_warps` and `num_stages` are
 along the sequence, which wants as many programs as there are multiprocessors; READ_V and READ_WARPS
 those of the reads.
 The kernels for Hopper (HOPPER) have tiles of one size: `num_stages` of a chunk's operands, SLOTS of
-what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter. Few
-heads may have two programs each (PAIR), or sequences that are cut into GROUPS.
+what a walk leaves for others; in their gradients CHUNKS of the former and RING of the latter. They
+may cut the sequences of few heads into GROUPS that walk side by side.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 TABLES, GATES_BACK = f"{PACKAGE}.triton_tables", f"{PACKAGE}.triton_gates_back"
 HOPPER, HOPPER_BWD = f"{PACKAGE}.hopper_fwd", f"{PACKAGE}.hopper_bwd"
 HOPPER_GRADIENTS = f"{PACKAGE}.hopper_gradients"
-HOPPER_PAIR = f"{PACKAGE}.hopper_pair"
+HOPPER_GROUPS, BETWEEN_GROUPS = f"{PACKAGE}.hopper_groups", f"{PACKAGE}.triton_groups"
 HOPPER_SPLIT, SOLVE = f"{PACKAGE}.hopper_split", f"{PACKAGE}.triton_solve"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 SPLIT_HALO = 32  # most of the latter where a tile has several chunks
 LEAST_SPLIT = 8  # tokens of the shortest of those
+FEW_WALKS = 64  # of the programs of a walk: so few leave most multiprocessors without one
+# In chunks of a walk: one in `omega_maps`, a group in `omega_begins`, launching both.
+MAPPING, BEGINNING, GROUPING = 0.45, 0.6, 4
+GROUPS = (2, 4, 8, 16, 32)
+LEAST_LENGTH = 16  # chunks of a sequence that may be cut into groups
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
 # With rows of less than 64 columns, and in fp32 with momentum, ptxas (of Triton 3.6) forms some
@@ -50,6 +55,8 @@ class Bucket(NamedTuple):
         heads: of all sequences, rounded up to a power of two.
         parts: chunks in a tile of TILE tokens that bulk copies bring; 0 where they cannot.
         tile_halo: `halo` of such a tile.
+        length: chunks of a sequence, rounded down to a power of two, of calls that have so few
+            heads that it may be cut into groups; else 0.
     """
 
     size: int
@@ -61,6 +68,7 @@ class Bucket(NamedTuple):
     heads: int
     parts: int = 0
     tile_halo: int = 0
+    length: int = 0
 
 
 def walked(shape: OmegaShape) -> OmegaShape:
@@ -99,7 +107,16 @@ def bucket(shape: OmegaShape) -> Key:
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
         parts,
         halo_of(shape, max(parts, 1)),
+        _length(shape, parts),
     )
+
+
+def _length(shape: OmegaShape, parts: int) -> int:
+    walks = shape.batch * shape.heads * -(-shape.values // TILE)
+    chunks = -(-shape.tokens // TILE)
+    if parts != 1 or shape.packed or shape.momentum or walks > FEW_WALKS or chunks < LEAST_LENGTH:
+        return 0
+    return 1 << (chunks.bit_length() - 1)
 
 
 def tile_width(width: int) -> int:
@@ -177,26 +194,31 @@ def _not_split(bucket: Bucket) -> str | None:
     return None
 
 
-def _not_paired(bucket: Bucket, device: Device) -> str | None:
-    """None, or why there cannot be two programs for each that walks."""
-    if bucket.momentum or bucket.parts > 1:
-        return "has no momentum, and no short chunks"
-    if bucket.width <= TILE:
-        return f"is for rows of more than {TILE}: others are read as fast beside the walk"
-    pairs = bucket.heads * -(-bucket.values // TILE)
-    if 2 * pairs > device.multiprocessors:
-        return f"runs {2 * pairs} programs at once, there is room for {device.multiprocessors}"
-    return None
-
-
-def _not_grouped(groups: int, bucket: Bucket, device: Device) -> str | None:
-    """None, or why sequences are not cut into groups."""
-    if bucket.momentum:
-        return "has no momentum"
+def _not_grouped(config: Config, bucket: Bucket, device: Device) -> str | None:
+    """None, or why sequences are not cut into that many groups."""
+    groups = config.get("GROUPS")
+    if not groups:
+        return None
+    if bucket.length < 2 * groups:
+        return f"is for few heads, without momentum or packing, and {2 * groups} chunks or more"
     programs = groups * bucket.heads * -(-bucket.values // TILE)
     if programs > device.multiprocessors:
-        return f"runs {programs} programs, {device.multiprocessors} run at a time"
+        return f"runs {programs} programs at once, there is room for {device.multiprocessors}"
     return None
+
+
+def _steps(config: Config, bucket: Bucket, device: Device, passes: int) -> float:
+    """How long the walks of a pass take, in chunks that one program takes alone, if it has `passes`
+    of them; each with another one first in groups, but for the maps' own.
+    """
+    groups = config.get("GROUPS")
+    if not groups:
+        return passes * bucket.length
+    blocks, wide = -(-bucket.values // TILE), tile_width(bucket.width) // TILE
+    maps = bucket.heads * (blocks + (groups - 2) * (blocks + wide))
+    rounds = -(-maps // device.multiprocessors)
+    walks = MAPPING * rounds + 2 * passes - 1
+    return walks * bucket.length / groups + passes * (BEGINNING * wide * groups + GROUPING)
 
 
 def _room(shared: int, device: Device) -> str | None:
@@ -240,10 +262,11 @@ def _fits_hopper_bwd(config: Config, bucket: Bucket, device: Device) -> str | No
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     if config.get("HOPPER"):
-        reason = _not_paired(bucket, device) if config.get("PAIR") else None
-        if config.get("GROUPS"):
-            reason = _not_grouped(config["GROUPS"], bucket, device)
-        return reason or _not_hopper(bucket, device) or _fits_hopper(config, bucket, device)
+        return (
+            _not_grouped(config, bucket, device)
+            or _not_hopper(bucket, device)
+            or _fits_hopper(config, bucket, device)
+        )
     reason = _columns(config, bucket, "READ_WARPS", "READ_V")
     if reason is not None:
         return reason
@@ -275,11 +298,12 @@ def _default(space: Space, key: Key, device: Device, columns: str) -> Config:
         full = programs >= 0.75 * device.multiprocessors
         return full, config["CHAIN_V"] if full else -config["CHAIN_V"], config[columns]
 
-    # What few heads gain by a pair of programs, or by groups, a sweep has to say.
-    more = ("PAIR", "GROUPS")
-    hopper = [x for x in fitting if x.get("HOPPER") and not any(map(x.get, more))]
-    if hopper:  # a walk by tiles of several chunks is so slow that readers need no third slot
-        return min(hopper, key=lambda config: config["SLOTS"] if bucket.parts > 1 else 0)
+    hopper = [config for config in fitting if config.get("HOPPER")]
+    if hopper and bucket.parts > 1:  # such walks are so slow that readers need no third slot
+        return min(hopper, key=lambda config: config["SLOTS"])
+    if hopper:
+        passes = 2 if space.pass_ == "bwd" else 1
+        return min(hopper, key=lambda config: _steps(config, bucket, device, passes))
     return max(fitting, key=worth)
 
 
@@ -287,15 +311,10 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
     return Config.make(4, stages, "wgmma", CHAIN_V=chain_v, READ_V=read_v, READ_WARPS=read_warps)
 
 
-def _hopper(stages: int, slots: int, pair: bool = False) -> Config:
-    """A config of `hopper_fwd`: its 4 warps walk, the others join in. PAIR: or of `hopper_pair`."""
-    if pair:
-        return Config.make(4, stages, "wgmma", HOPPER=1, PAIR=1, SLOTS=slots)
-    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots)
-
-
-def _grouped(groups: int) -> Config:
-    return Config.make(4, 2, "wgmma", GROUPS=groups, HOPPER=1, SLOTS=3)
+def _hopper(stages: int, slots: int, groups: int | None = None) -> Config:
+    """A config of `hopper_fwd`: its 4 warps walk, the others join in."""
+    tiles = {"HOPPER": 1, "SLOTS": slots} | ({"GROUPS": groups} if groups else {})
+    return Config.make(4, stages, "wgmma", **tiles)
 
 
 SPACE_FWD: Space = Space(
@@ -306,9 +325,7 @@ SPACE_FWD: Space = Space(
         _hopper(2, 3),
         _hopper(3, 2),
         _hopper(2, 2),
-        _hopper(2, 3, pair=True),
-        _grouped(4),
-        _grouped(8),
+        *(_hopper(2, 3, groups) for groups in GROUPS),
         _config(16, 3, 16, NARROW_WARPS),
         _config(16, 3, 64),
         _config(32, 3, 32, NARROW_WARPS),
@@ -321,14 +338,27 @@ SPACE_FWD: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=lambda key, device: _default(SPACE_FWD, key, device, "READ_V"),
-    sources=(KERNELS, f"{PACKAGE}.triton_chunks", TABLES, SOLVE, HOPPER, HOPPER_PAIR, HOPPER_SPLIT),
+    sources=(
+        KERNELS,
+        f"{PACKAGE}.triton_chunks",
+        TABLES,
+        SOLVE,
+        HOPPER,
+        HOPPER_SPLIT,
+        HOPPER_GROUPS,
+        BETWEEN_GROUPS,
+    ),
 )
 
 
 def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     if config.get("HOPPER"):
-        return _not_hopper(bucket, device) or _fits_hopper_bwd(config, bucket, device)
+        return (
+            _not_grouped(config, bucket, device)
+            or _not_hopper(bucket, device)
+            or _fits_hopper_bwd(config, bucket, device)
+        )
     reason = _columns(config, bucket, "WARPS", "PULL_V", "VALUES_V")
     if reason is not None:
         return reason
@@ -352,9 +382,10 @@ def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps:
     )  # fmt: skip
 
 
-def _hopper_bwd(stages: int, slots: int, chunks: int) -> Config:
+def _hopper_bwd(stages: int, slots: int, chunks: int, groups: int | None = None) -> Config:
     """A config of `hopper_bwd` and `hopper_gradients`: 4 warps of each are its first role."""
-    return Config.make(4, stages, "wgmma", HOPPER=1, SLOTS=slots, CHUNKS=chunks, RING=2)
+    tiles = {"HOPPER": 1, "SLOTS": slots, "CHUNKS": chunks, "RING": 2}
+    return Config.make(4, stages, "wgmma", **tiles | ({"GROUPS": groups} if groups else {}))
 
 
 SPACE_BWD: Space = Space(
@@ -364,6 +395,7 @@ SPACE_BWD: Space = Space(
     configs=(
         _hopper_bwd(2, 2, 2),
         _hopper_bwd(3, 2, 2),
+        *(_hopper_bwd(2, 2, 2, groups) for groups in GROUPS),
         _config_bwd(16, 2, 16, NARROW_WARPS, NARROW_WARPS),
         _config_bwd(16, 2, 64, 8),
         _config_bwd(32, 2, 32, NARROW_WARPS, NARROW_WARPS),
@@ -384,5 +416,7 @@ SPACE_BWD: Space = Space(
         HOPPER,
         HOPPER_BWD,
         HOPPER_GRADIENTS,
+        HOPPER_GROUPS,
+        BETWEEN_GROUPS,
     ),
 )
