@@ -139,11 +139,9 @@ class HopperBackward(Backward):
         each = (self.slots, shape.heads)
         out = self.outputs()
         parts = self.edge_parts()
-        # As plain torch has them in bf16. In fp16 they could be more than it holds.
-        shares = torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32
         found: Tensors = {
-            "d_shares": self.empty(*each, TILE, TILE, dtype=shares),
-            "d_shares_older": self.empty(*each, TILE, halo, dtype=shares) if halo else None,
+            "d_shares": self.empty(*each, TILE, TILE),
+            "d_shares_older": self.when(halo > 0, *each, TILE, halo),
             "d_rates": self.empty(*each, TILE),
             "in_state": self.empty(*each, TILE),
             "in_state_older": self.when(halo > 0, *each, halo),

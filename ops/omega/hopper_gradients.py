@@ -196,13 +196,11 @@ def _of_queries(
                 scores, scores_older = warpgroup_mma_wait(0, deps=[scores, scores_older])
                 i = gl.arange(0, HALO, layout=gl.SliceLayout(0, product(HALO)))
                 to = (at * CHUNK + t_older)[:, None] * HALO + i[None, :]
-                gl.store(
-                    d_shares_older + to, (-scores_older * dX_older).to(d_shares.dtype.element_ty)
-                )
+                gl.store(d_shares_older + to, -scores_older * dX_older)
             else:
                 scores = warpgroup_mma_wait(0, deps=[scores])
             to = (at * CHUNK + t)[:, None] * CHUNK + keys[None, :]
-            gl.store(d_shares + to, (-scores * dX).to(d_shares.dtype.element_ty))
+            gl.store(d_shares + to, -scores * dX)
             dQ = warpgroup_mma(dL, rows, rate[:, None] * QM, is_async=True)
             if HALO:
                 dQ = warpgroup_mma(dL_older, rows_older, dQ, is_async=True)

@@ -23,33 +23,23 @@ def _rows(x, at, t, keys, size, known, CHUNK: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _of_token(
-    tables, numbers, decay, at, of_token, heads, keys, i, t, size, known,
-    DECAY: tl.constexpr, SEEN: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
+def _numbers(
+    d_rates, rates, scales, decay, at, of_token, heads, t, size, known,
+    DECAY: tl.constexpr, SEEN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of each head: what reads at token t add to dP of own and older keys, P of both in front of
-    it, what they add to dA, A and the scale of P in front of it, and its decay.
+    """Of each head: what reads at token t add to dA, A and the scale of P in front of it, and its
+    decay.
     """
-    d_shares, shares_own, d_shares_older, shares_older = tables
-    d_rates, rates, scales = numbers
-    upstream = _rows(d_shares, at, t + SEEN, keys, size, known, CHUNK, CHUNK).to(tl.float32)
-    shares = _rows(shares_own, at, t - 1 + SEEN, keys, size, known, CHUNK, CHUNK)
-    upstream_older = upstream
-    shares_of_older = shares
-    if HALO > 0:
-        upstream_older = _rows(d_shares_older, at, t + SEEN, i, size, known, CHUNK, HALO)
-        upstream_older = upstream_older.to(tl.float32)
-        shares_of_older = _rows(shares_older, at, t - 1 + SEEN, i, size, known, CHUNK, HALO)
     row = at * CHUNK + t + SEEN
-    of_A = tl.load(d_rates + row, mask=known & (t >= 0) & (t + SEEN < size), other=0.0)
+    upstream = tl.load(d_rates + row, mask=known & (t >= 0) & (t + SEEN < size), other=0.0)
     before = known & (t + SEEN > 0)
     scale = tl.load(scales + row - 1, mask=before, other=0.0)
     rate = tl.load(rates + row - 1, mask=before, other=0.0)
     rate = tl.where(t > 0, rate * scale, 1.0)
-    a = of_A
+    a = upstream
     if DECAY:
         a = tl.load(decay + (of_token + t * heads), mask=known & (t >= 0), other=0.0)
-    return upstream, upstream_older, shares, shares_of_older, of_A, rate, scale, a
+    return upstream, scale, rate, a
 
 
 @triton.jit(do_not_specialize=GATES_BACK_RUNTIME)
@@ -66,7 +56,7 @@ def omega_gates_back(
     `omega_tables` leaves them, their gradients as `omega_chunk_gradients` does. d_writes (slots, H,
     CHUNK, window): room for the gradients of writes.
 
-    A token after the other, keys side by side; what a token needs is loaded three ahead. Keys that
+    A token after the other, keys side by side; what a token needs is loaded one ahead. Keys that
     come later gather what is never used.
     """
     slot = tl.program_id(0) // tl.cdiv(heads, HEADS)
@@ -86,32 +76,36 @@ def omega_gates_back(
         dP = -tl.load(in_state + of_keys, mask=all_known, other=0.0)
         dP_older = dP
         dA = tl.load(of_states + at, mask=known, other=0.0)
+        upstream = _rows(d_shares, at, t + SEEN, keys, size, known, CHUNK, CHUNK)
+        shares = _rows(shares_own, at, t - 1 + SEEN, keys, size, known, CHUNK, CHUNK)
+        upstream_older = upstream
+        shares_of_older = shares
         if HALO > 0:
             older_known = known[:, None] & (i >= 0)[None, :]
             to = (at * HALO)[:, None] + i[None, :]
             dP_older = -tl.load(in_state_older + to, mask=older_known, other=0.0)
-        tables = (d_shares, shares_own, d_shares_older, shares_older)
-        numbers = (d_rates, rates, scales)
-        first_ahead = _of_token(
-            tables, numbers, decay, at, of_token, heads, keys, i, t, size, known, DECAY, SEEN,
-            CHUNK, HALO,
-        )  # fmt: skip
-        second_ahead = _of_token(
-            tables, numbers, decay, at, of_token, heads, keys, i, t - 1, size, known, DECAY, SEEN,
-            CHUNK, HALO,
-        )  # fmt: skip
-        third_ahead = _of_token(
-            tables, numbers, decay, at, of_token, heads, keys, i, t - 2, size, known, DECAY, SEEN,
-            CHUNK, HALO,
-        )  # fmt: skip
+            upstream_older = _rows(d_shares_older, at, t + SEEN, i, size, known, CHUNK, HALO)
+            shares_of_older = _rows(shares_older, at, t - 1 + SEEN, i, size, known, CHUNK, HALO)
+        of_A, scale, rate, a = _numbers(
+            d_rates, rates, scales, decay, at, of_token, heads, t, size, known, DECAY, SEEN, CHUNK
+        )
         while t >= 0:
-            upstream, upstream_older, shares, shares_of_older, of_A, rate, scale, a = first_ahead
-            first_ahead = second_ahead
-            second_ahead = third_ahead
-            third_ahead = _of_token(
-                tables, numbers, decay, at, of_token, heads, keys, i, t - 3, size, known, DECAY,
-                SEEN, CHUNK, HALO,
+            # The next token's, before this one's are at work.
+            upstream_next = _rows(d_shares, at, t - 1 + SEEN, keys, size, known, CHUNK, CHUNK)
+            shares_next = _rows(shares_own, at, t - 2 + SEEN, keys, size, known, CHUNK, CHUNK)
+            of_A_next, scale_next, rate_next, a_next = _numbers(
+                d_rates, rates, scales, decay, at, of_token, heads, t - 1, size, known, DECAY, SEEN,
+                CHUNK,
             )  # fmt: skip
+            upstream_older_next = upstream_older
+            shares_older_next = shares_of_older
+            if HALO > 0:
+                upstream_older_next = _rows(
+                    d_shares_older, at, t - 1 + SEEN, i, size, known, CHUNK, HALO
+                )
+                shares_older_next = _rows(
+                    shares_older, at, t - 2 + SEEN, i, size, known, CHUNK, HALO
+                )
             dA += of_A
             dP += upstream
             of_t = ((at * CHUNK + t) * window)[:, None]
@@ -132,6 +126,14 @@ def omega_gates_back(
                 dP *= a[:, None]
                 dA *= a
                 dP_older *= a[:, None]
+            upstream = upstream_next
+            shares = shares_next
+            upstream_older = upstream_older_next
+            shares_of_older = shares_older_next
+            of_A = of_A_next
+            scale = scale_next
+            rate = rate_next
+            a = a_next
             t -= 1
         tl.debug_barrier()  # what other threads stored is read from here on
         there = known[:, None] & (keys < size)[None, :]

@@ -30,10 +30,10 @@ HOPPER_SPLIT, SOLVE = f"{PACKAGE}.hopper_split", f"{PACKAGE}.triton_solve"
 TILE, TILE_HALO = 64, 16  # tokens of a tile of the Hopper kernel, and of one of older keys
 SPLIT_HALO = 32  # most of the latter where a tile has several chunks
 LEAST_SPLIT = 8  # tokens of the shortest of those
-FEW_WALKS = 64  # of the programs of a walk: so few leave most multiprocessors without one
+FEW_WALKS = 32  # of the programs of a walk: so few leave most multiprocessors without one
 # In chunks of a walk: one in `omega_maps`, a group in `omega_begins`, launching both.
 MAPPING, BEGINNING, GROUPING = 0.45, 0.6, 4
-GROUPS = (2, 4, 8, 16, 32)
+GROUPS = (4, 8, 16, 32)
 LEAST_LENGTH = 16  # chunks of a sequence that may be cut into groups
 MOST_CHUNK, MOST_HALO = 128, 64
 MOST_WIDTH, MOST_VALUES = 128, 256
@@ -199,8 +199,8 @@ def _not_grouped(config: Config, bucket: Bucket, device: Device) -> str | None:
     groups = config.get("GROUPS")
     if not groups:
         return None
-    if bucket.length < 2 * groups:
-        return f"is for few heads, without momentum or packing, and {2 * groups} chunks or more"
+    if bucket.length < groups:
+        return f"is for few heads, without momentum or packing, and {groups} chunks or more"
     programs = groups * bucket.heads * -(-bucket.values // TILE)
     if programs > device.multiprocessors:
         return f"runs {programs} programs at once, there is room for {device.multiprocessors}"
@@ -314,7 +314,7 @@ def _config(chain_v: int, stages: int, read_v: int, read_warps: int = 4) -> Conf
 def _hopper(stages: int, slots: int, groups: int | None = None) -> Config:
     """A config of `hopper_fwd`: its 4 warps walk, the others join in."""
     tiles = {"HOPPER": 1, "SLOTS": slots} | ({"GROUPS": groups} if groups else {})
-    return Config.make(4, stages, "wgmma", **tiles)
+    return Config.make(4, stages, "wgmma", atomic=False, **tiles)
 
 
 SPACE_FWD: Space = Space(
@@ -385,7 +385,8 @@ def _config_bwd(chain_v: int, stages: int, columns: int, warps: int, pull_warps:
 def _hopper_bwd(stages: int, slots: int, chunks: int, groups: int | None = None) -> Config:
     """A config of `hopper_bwd` and `hopper_gradients`: 4 warps of each are its first role."""
     tiles = {"HOPPER": 1, "SLOTS": slots, "CHUNKS": chunks, "RING": 2}
-    return Config.make(4, stages, "wgmma", **tiles | ({"GROUPS": groups} if groups else {}))
+    tiles |= {"GROUPS": groups} if groups else {}
+    return Config.make(4, stages, "wgmma", atomic=False, **tiles)
 
 
 SPACE_BWD: Space = Space(
