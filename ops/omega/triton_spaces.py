@@ -394,8 +394,8 @@ SPACE_BWD: Space = Space(
     pass_="bwd",
     backend="triton",
     configs=(
-        _hopper_bwd(2, 2, 2),
         _hopper_bwd(3, 2, 2),
+        _hopper_bwd(2, 2, 2),
         *(_hopper_bwd(2, 2, 2, groups) for groups in GROUPS),
         _config_bwd(16, 2, 16, NARROW_WARPS, NARROW_WARPS),
         _config_bwd(16, 2, 64, 8),
