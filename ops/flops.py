@@ -11,15 +11,16 @@ is meant for notes, never for a table of TFLOP/s.
 | its backward, k steps | k·(10·n²m + 4·n³) − 2·n²m                                           |
 | Gram factor, k steps  | (8·k − 6)·n³                                                        |
 | its backward          | (24·k − 20)·n³, of one step 6·n³                                    |
-| Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(D + Dv) a head, n = b + window − 1        |
-| its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·D + 2·Dv)                              |
+| Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(E + Dv) a head, n = b + window − 1        |
+| its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·E + 2·Dv)                              |
 | momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
 | a single Omega step   | a chunk's, divided by b                                             |
 | polynomial features   | D a row; backward 4·D                                               |
 | φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
-computed again, as that of attention does, because only the inputs are saved.
+computed again, as that of attention does, because only the inputs are saved. E is the width in
+which products of two tokens' features are formed: the keys' where a kernel gives them, else D.
 """
 
 from __future__ import annotations
@@ -99,33 +100,35 @@ def _omega_chunks(tokens: int, chunk_size: int, window: int) -> list[tuple[int, 
 
 
 def omega_forward(
-    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
-) -> int:
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool,
+    pairs: int | None = None,
+) -> int:  # fmt: skip
     """Useful FLOPs of one head: Q M, K M and Kᵀ(P∘R), with momentum Q S and Kᵀ(U∘R); Q Kᵀ and
-    its product with R.
+    its product with R. `pairs`: E; None: D.
     """
-    state = wide * values
+    state, pairs = wide * values, wide if pairs is None else pairs
     return sum(
         count
-        * ((2 * b + 4 * n) * state + 2 * b * n * (wide + values) + momentum * 2 * (b + n) * state)
+        * ((2 * b + 4 * n) * state + 2 * b * n * (pairs + values) + momentum * 2 * (b + n) * state)
         for count, b, n in _omega_chunks(tokens, chunk_size, window)
     )
 
 
 def omega_backward(
-    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
-) -> int:
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool,
+    pairs: int | None = None,
+) -> int:  # fmt: skip
     """Useful FLOPs of the backward of one head, from the arguments alone.
 
     Again: R, the states of all chunks, Q M and Q Kᵀ. Then two products a query row with M or dM,
-    four a key row, and two more of each in-chunk product.
+    four a key row, and two more of each in-chunk product. `pairs`: as in forward.
     """
-    state = wide * values
+    state, pairs = wide * values, wide if pairs is None else pairs
     return sum(
         count
         * (
             (6 * b + 12 * n) * state
-            + 2 * b * n * (3 * wide + 2 * values)
+            + 2 * b * n * (3 * pairs + 2 * values)
             + momentum * 6 * (b + n) * state
         )
         for count, b, n in _omega_chunks(tokens, chunk_size, window)

@@ -63,16 +63,18 @@ class _Sequence(NamedTuple):
 
 
 def features(x: Tensor, feature_map: str, coefficients: Tensor | None) -> Tensor:
-    """φ(x) of the last dimension: x itself, or Σ_r a_r x^r of each of its numbers.
+    """φ(x) of the last dimension: x itself, Σ_r a_r x^r of each of its numbers, or all products.
 
     `coefficients` a_0, a_1, … (p + 1,), or (H, p + 1) for x (..., H, d).
     """
     if feature_map == "identity":
         return x
-    if feature_map != "elementwise":
-        raise ValueError(f"feature_map must be identity or elementwise, got {feature_map!r}")
+    if feature_map not in ("elementwise", "symmetric"):
+        raise ValueError(
+            f"feature_map must be identity, elementwise or symmetric, got {feature_map!r}"
+        )
     degree = 2 if coefficients is None else coefficients.shape[-1] - 1
-    return polynomial_features(x, coefficients, degree=degree, kind="elementwise")
+    return polynomial_features(x, coefficients, degree=degree, kind=feature_map)
 
 
 def omega_memory(

@@ -18,7 +18,7 @@ import torch
 from .. import checks
 from ..dispatch import autocast_operands, requested, without_autocast
 from . import OmegaState
-from .op import MAPS, OmegaShape, OmegaTensors, _check_coefficients, omega_shape
+from .op import OmegaShape, OmegaTensors, check_features, feature_width, omega_shape
 
 
 class OmegaCache(NamedTuple):
@@ -103,7 +103,7 @@ class OmegaCache(NamedTuple):
         op = "OmegaCache.to_state"
         checks.tensor(op, "cache.keys", self.keys, "N window-1+chunk_size H d", checks.FLOATING)
         check_int(op, "window", window)
-        checks.choice(op, "feature_map", feature_map, MAPS)
+        check_features(op, feature_map, self.keys, coefficients)
         chunk_size = self.keys.shape[1] - window + 1
         if chunk_size < 1:
             raise ValueError(
@@ -112,12 +112,12 @@ class OmegaCache(NamedTuple):
             )
         heads, width = self.keys.shape[2:]
         shape = OmegaShape(
-            batch=self.keys.shape[0], tokens=0, heads=heads, width=width, wide=width,
-            values=self.values.shape[-1], window=window, chunk_size=chunk_size,
+            batch=self.keys.shape[0], tokens=0, heads=heads, width=width,
+            wide=feature_width(feature_map, width, coefficients), values=self.values.shape[-1],
+            window=window, chunk_size=chunk_size,
             dtype=self.keys.dtype, device=self.keys.device, dot=False, feature_map=feature_map,
             momentum=self.momentum is not None, packed=False, read_before=False,
         )  # fmt: skip
-        _check_coefficients(op, shape, coefficients)
         check_cache(op, shape, self)
         from . import extend
 
@@ -161,6 +161,8 @@ def omega_cache(
     window: int = 1,
     chunk_size: int = 64,
     momentum: bool = False,
+    feature_map: str = "identity",
+    coefficients: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> OmegaCache:
@@ -171,12 +173,13 @@ def omega_cache(
         heads, width, values: H, and the sizes d and Dv of a key and a value.
         window, chunk_size: as in the calls that will take the cache.
         momentum: whether those calls pass one.
+        feature_map, coefficients: of those calls; of the coefficients the degree counts.
         dtype: of keys and values; fp32, float64, bf16 or fp16.
         device: of all tensors; None: torch's default.
 
     Raises:
         TypeError: a size that is not an int, another dtype.
-        ValueError: a negative size, window or chunk_size below 1.
+        ValueError: a negative size, window or chunk_size below 1, coefficients not of the map.
 
     Example:
         >>> from fastweights.ops import omega_cache
@@ -192,13 +195,16 @@ def omega_cache(
         accepted = ", ".join(str(d) for d in checks.FLOATING)
         raise TypeError(f"{op}: dtype is {dtype}; accepted: {accepted}")
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    state = torch.zeros(batch, heads, width, values, dtype=acc, device=device)
+    keys = torch.zeros(batch, window - 1, heads, width, dtype=dtype, device=device)
+    check_features(op, feature_map, keys, coefficients)
+    wide = feature_width(feature_map, width, coefficients)
+    state = keys.new_zeros(batch, heads, wide, values, dtype=acc)
     left = OmegaState(
         state,
         torch.zeros_like(state) if momentum else None,
-        state.new_zeros(batch, window - 1, heads, width, dtype=dtype),
-        state.new_zeros(batch, window - 1, heads, values, dtype=dtype),
-        torch.zeros(batch, dtype=torch.int32, device=device),
+        keys,
+        keys.new_zeros(batch, window - 1, heads, values),
+        keys.new_zeros(batch, dtype=torch.int32),
     )
     return begun(left, chunk_size)
 

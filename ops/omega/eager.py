@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..polynomial import eager as polynomial
-from ..polynomial.maps import elementwise
+from ..polynomial.maps import of_coefficients
 from .op import DIFFERENTIABLE, OmegaShape, OmegaTensors
 
 SPACE_FWD = SPACE_BWD = None
@@ -430,7 +430,7 @@ def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tenso
     """φ(x) of x (B, H, T, d), in x's dtype."""
     if shape.feature_map == "identity":
         return x
-    map_ = elementwise(coefficients)
+    map_ = of_coefficients(shape.feature_map, coefficients)
     return polynomial.features(x.transpose(1, 2), coefficients, map_).transpose(1, 2)
 
 
@@ -440,7 +440,8 @@ def features_backward(
     """The gradients of x and of the coefficients; 0 where none are given."""
     if shape.feature_map == "identity":
         return d, 0.0
+    map_ = of_coefficients(shape.feature_map, coefficients)
     d_x, d_coefficients = polynomial.features_backward(
-        d.transpose(1, 2), x.transpose(1, 2), coefficients, elementwise(coefficients)
+        d.transpose(1, 2), x.transpose(1, 2), coefficients, map_
     )
     return d_x.transpose(1, 2), 0.0 if d_coefficients is None else d_coefficients

@@ -17,10 +17,12 @@ import torch
 
 from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
+from ..polynomial.maps import of_coefficients
+from ..polynomial.op import check_no_constant
 
 PACKAGE = __package__
 LOSSES = ("squared", "dot")
-MAPS = ("identity", "elementwise")
+MAPS = ("identity", "elementwise", "symmetric")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class OmegaShape:
     def acc(self) -> torch.dtype:
         """dtype of states, gates and all accumulation."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def pairs(self) -> int:
+        """The width in which ⟨φ(q), φ(k)⟩ of two tokens can be formed.
+
+        Of symmetric features it is Σ_r a_r (q·k)^r.
+        """
+        return self.width if self.feature_map == "symmetric" else self.wide
 
 
 class OmegaTensors(NamedTuple):
@@ -111,10 +121,9 @@ def omega_shape(
             raise TypeError(f"{op}: {name} must be an int, got {type(number).__name__}")
         checks.positive(op, name, number)
     checks.choice(op, "inner_loss", inner_loss, LOSSES)
-    checks.choice(op, "feature_map", feature_map, MAPS)
+    check_features(op, feature_map, q, given.coefficients)
     shape = _shape(given, window, chunk_size, inner_loss, feature_map, read_before, concrete)
     _check_gates(op, shape, given)
-    _check_coefficients(op, shape, given.coefficients)
     if given.cu_seqlens is not None:
         checks.cu_seqlens(op, "cu_seqlens", given.cu_seqlens, q.device, q.shape[0], q.shape[1])
     _check_carried(op, shape, given)
@@ -131,7 +140,7 @@ def _shape(
         tokens=k.shape[1],
         heads=k.shape[2],
         width=k.shape[3],
-        wide=k.shape[3],
+        wide=feature_width(feature_map, k.shape[3], given.coefficients),
         values=given.v.shape[3],
         window=window,
         chunk_size=chunk_size,
@@ -167,18 +176,37 @@ def _check_gates(op: str, shape: OmegaShape, given: OmegaTensors) -> None:
         checks.size(op, "window_gates", given.window_gates, 3, shape.window, "window")
 
 
-def _check_coefficients(op: str, shape: OmegaShape, a: torch.Tensor | None) -> None:
+def check_features(op: str, feature_map: str, q: torch.Tensor, a: torch.Tensor | None) -> None:
+    """Require a map that q (…, H, d) has features of, and coefficients that go with it."""
+    checks.choice(op, "feature_map", feature_map, MAPS)
+    symmetric = feature_map == "symmetric"
+    if symmetric and q.shape[-1] == 0:
+        raise ValueError(f"{op}: q has width 0, feature_map symmetric needs at least 1")
     if a is None:
         return
-    if shape.feature_map == "identity":
+    if feature_map == "identity":
         raise ValueError(f"{op}: coefficients were given, feature_map is identity")
     layout = "H degree+1" if isinstance(a, torch.Tensor) and a.ndim == 2 else "degree+1"
-    checks.tensor(op, "coefficients", a, layout, (shape.acc,))
-    checks.same_device(op, "coefficients", a, shape.device)
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    checks.tensor(op, "coefficients", a, layout, (acc,))
+    checks.same_device(op, "coefficients", a, q.device)
     if a.ndim == 2:
-        checks.size(op, "coefficients", a, 0, shape.heads, "the heads of q")
-    if a.shape[-1] < 1:
-        raise ValueError(f"{op}: coefficients must hold at least one number")
+        checks.size(op, "coefficients", a, 0, q.shape[-2], "the heads of q")
+    least = 2 if symmetric else 1  # a_0 and a_1, or a_0
+    if a.shape[-1] < least:
+        raise ValueError(
+            f"{op}: coefficients must hold at least {least} numbers for feature_map {feature_map}, "
+            f"got shape {tuple(a.shape)}"
+        )
+    if symmetric:
+        check_no_constant(op, a)
+
+
+def feature_width(feature_map: str, width: int, coefficients: torch.Tensor | None) -> int:
+    """D of keys of a width."""
+    if feature_map == "identity":
+        return width
+    return of_coefficients(feature_map, coefficients).wide(width)
 
 
 def _check_carried(op: str, shape: OmegaShape, given: OmegaTensors) -> None:
@@ -314,8 +342,9 @@ def _flops(call: _Call, backward: bool) -> int:
     shape = call.shape
     tokens = shape.tokens // max(1, shape.batch) if shape.packed else shape.tokens
     a_head = count(
-        tokens, shape.chunk_size, shape.window, shape.wide, shape.values, momentum=shape.momentum
-    )
+        tokens, shape.chunk_size, shape.window, shape.wide, shape.values,
+        momentum=shape.momentum, pairs=shape.pairs,
+    )  # fmt: skip
     return shape.batch * shape.heads * a_head
 
 

@@ -16,7 +16,7 @@ import torch
 from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
 from ..omega.cache import OmegaCache, check_cache, check_int
-from ..omega.op import LOSSES, MAPS, OmegaShape, _check_coefficients
+from ..omega.op import LOSSES, OmegaShape, check_features, feature_width
 
 PACKAGE = __package__
 
@@ -60,7 +60,7 @@ def step_shape(
     for name, number in (("window", window), ("chunk_size", chunk_size)):
         check_int(op, name, number)
     checks.choice(op, "inner_loss", inner_loss, LOSSES)
-    checks.choice(op, "feature_map", feature_map, MAPS)
+    check_features(op, feature_map, q, given.coefficients)
     rules = (window, chunk_size, inner_loss, feature_map, read_before)
     shape = _shape(given, cache, *rules, concrete=False)
 
@@ -77,7 +77,6 @@ def step_shape(
             checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
     if given.window_gates is not None:
         checks.size(op, "window_gates", given.window_gates, 2, window, "window")
-    _check_coefficients(op, shape, given.coefficients)
     check_cache(op, shape, cache, pool=True)
     checks.slots(op, "slots", given.slots, q.device, shape.batch, cache.state.shape[0])
     _check_writable(op, given, cache)
@@ -110,7 +109,7 @@ def _shape(
         tokens=1,
         heads=given.k.shape[1],
         width=given.k.shape[2],
-        wide=given.k.shape[2],
+        wide=feature_width(feature_map, given.k.shape[2], given.coefficients),
         values=given.v.shape[2],
         window=window,
         chunk_size=chunk_size,
@@ -174,7 +173,7 @@ def _flops(call: _Call) -> int:
     shape = call.shape
     b = shape.chunk_size
     a_chunk = flops.omega_forward(
-        b, b, shape.window, shape.wide, shape.values, momentum=shape.momentum
+        b, b, shape.window, shape.wide, shape.values, momentum=shape.momentum, pairs=shape.pairs
     )
     return shape.batch * shape.heads * a_chunk // b
 

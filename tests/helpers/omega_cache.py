@@ -22,13 +22,14 @@ CARRIED = ("initial_state", "initial_momentum", "tail_k", "tail_v", "tail_length
 def start(case: Case, given: dict[str, Any]) -> OmegaCache:
     """The cache in front of a call's first token."""
     q, rules = given["q"], {"chunk_size": case.chunk_size}
+    features = {name: given[name] for name in ("feature_map", "coefficients") if name in given}
     empty = ops.omega_cache(
         case.batch, case.heads, case.width, case.values, window=case.window,
-        momentum=case.momentum, dtype=q.dtype, device=q.device, **rules,
+        momentum=case.momentum, dtype=q.dtype, device=q.device, **features, **rules,
     )  # fmt: skip
     if "initial_state" not in given:
         return empty
-    left = empty.to_state(window=case.window)
+    left = empty.to_state(window=case.window, **features)
     names = ("state", "momentum", "tail_k", "tail_v", "tail_length")
     found = {name: given.get(of) for name, of in zip(names, CARRIED, strict=True)}
     return OmegaCache.from_state(

@@ -76,6 +76,8 @@ CASES = [
     Case(degree=3, carried=True),
     Case(degree=0, window=12, chunk_size=4, carried=True),
     Case(degree=2, read_before=True, inner_loss="dot", momentum=False),
+    Case(width=4, symmetric=True, degree=2, carried=True),
+    Case(width=3, symmetric=True, degree=3, chunk_size=4, momentum=False),
     Case(window=12, chunk_size=4, carried=True, batch=5),
 ]  # fmt: skip
 
@@ -90,8 +92,9 @@ def test_options(case: Case) -> None:
     assert_near(in_steps(case, given, starts), wanted, 1e-12)
 
 
-def test_default_coefficients() -> None:
-    case = Case(degree=2)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_default_coefficients(symmetric: bool) -> None:
+    case = Case(width=4, degree=2, symmetric=symmetric)
     given = case.arguments(1, WIDE, CPU)
     del given["coefficients"]
     wanted = reference.omega_memory(**given, return_state=True)
@@ -191,6 +194,7 @@ DIFFERENTIATED = [
     Case(window=6, chunk_size=2, carried=True, degree=2),
     Case(momentum=False, inner_loss="dot", read_before=True, decay=False, gates=False),
     Case(tokens=40, chunk_size=4),
+    Case(width=4, window=6, chunk_size=2, symmetric=True, degree=2),
 ]
 
 
