@@ -12,6 +12,7 @@ Letters in shapes, here and in every file:
 | m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 
+from .atlas import atlas_memory
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
@@ -36,6 +37,7 @@ __all__ = [
     "OmegaHealth",
     "OmegaState",
     "PolarStats",
+    "atlas_memory",
     "explain",
     "gram_newton_schulz_factor",
     "newton_schulz",

@@ -14,6 +14,10 @@ is meant for notes, never for a table of TFLOP/s.
 | Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(E + Dv) a head, n = b + window − 1        |
 | its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·E + 2·Dv)                              |
 | momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
+| Atlas, a chunk        | (2·b + 2·n + 2·w)·D·Dv, w = b + max(L, 1)·(window − 1) keys written |
+| its backward          | three times that; and both L times what follows                     |
+| its Newton–Schulz     | the less of a matrix's and of 4·n²m and a Gram factor's; n ≤ m here |
+| its backward          | the less of a matrix's and of 8·n²m and a Gram factor's             |
 | a single Omega step   | a chunk's, divided by b                                             |
 | polynomial features   | D a row; backward 4·D                                               |
 | φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
@@ -21,6 +25,7 @@ is meant for notes, never for a table of TFLOP/s.
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
 computed again, as that of attention does, because only the inputs are saved. E is the width in
 which products of two tokens' features are formed: the keys' where a kernel gives them, else D.
+L tokens of an Atlas chunk meet Newton–Schulz; S at each needs the keys since the one before.
 """
 
 from __future__ import annotations
@@ -133,6 +138,41 @@ def omega_backward(
         )
         for count, b, n in _omega_chunks(tokens, chunk_size, window)
     )
+
+
+def _atlas_chunks(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, stride: int
+) -> tuple[int, int]:
+    """Products of one head with M, or into S, in FLOPs; and how often Newton–Schulz runs."""
+    products = met = 0
+    for count, b, n in _omega_chunks(tokens, chunk_size, window):
+        written = b + max(b // stride, 1) * (window - 1)
+        products += count * 2 * (b + n + written) * wide * values
+        met += count * (b // stride)
+    return products, met
+
+
+def atlas_forward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, stride: int, steps: int
+) -> int:
+    """Useful FLOPs of one head: Q M, K M, what keys write into S, and Newton–Schulz of it."""
+    products, met = _atlas_chunks(tokens, chunk_size, window, wide, values, stride)
+    n, m = sorted((wide, values))
+    gram = 4 * n * n * m + gram_factor_forward(n, steps)
+    return products + met * min(newton_schulz_forward(n, m, steps), gram)
+
+
+def atlas_backward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, stride: int, steps: int
+) -> int:
+    """Useful FLOPs of the backward of one head, from the arguments alone.
+
+    Each product again, and its two gradients. Of a Gram matrix SᵀS again, dQ, and two that make dS.
+    """
+    products, met = _atlas_chunks(tokens, chunk_size, window, wide, values, stride)
+    n, m = sorted((wide, values))
+    gram = 8 * n * n * m + gram_factor_backward(n, steps)
+    return 3 * products + met * min(newton_schulz_backward(n, m, steps), gram)
 
 
 def polynomial_features_forward(rows: int, wide: int) -> int:

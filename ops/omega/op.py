@@ -122,7 +122,9 @@ def omega_shape(
         checks.positive(op, name, number)
     checks.choice(op, "inner_loss", inner_loss, LOSSES)
     check_features(op, feature_map, q, given.coefficients)
-    shape = _shape(given, window, chunk_size, inner_loss, feature_map, read_before, concrete)
+    shape = unchecked_shape(
+        given, window, chunk_size, inner_loss, feature_map, read_before, concrete
+    )
     _check_gates(op, shape, given)
     if given.cu_seqlens is not None:
         checks.cu_seqlens(op, "cu_seqlens", given.cu_seqlens, q.device, q.shape[0], q.shape[1])
@@ -130,10 +132,11 @@ def omega_shape(
     return shape
 
 
-def _shape(
+def unchecked_shape(
     given: OmegaTensors, window: int, chunk_size: int, inner_loss: str, feature_map: str,
     read_before: bool, concrete: bool,
 ) -> OmegaShape:  # fmt: skip
+    """The shape of a call that was checked."""
     k, cu = given.k, given.cu_seqlens
     return OmegaShape(
         batch=k.shape[0] if cu is None else cu.shape[0] - 1,
@@ -165,15 +168,20 @@ def _check_gates(op: str, shape: OmegaShape, given: OmegaTensors) -> None:
         "window_gates": (given.window_gates, "B T H window"),
     }
     for name, (x, layout) in gates.items():
-        if x is None and name != "step":
-            continue
-        checks.tensor(op, name, x, layout, (shape.acc,))
-        assert x is not None
-        checks.same_device(op, name, x, shape.device)
-        for dim, of in enumerate(("batch", "tokens", "heads")):
-            checks.size(op, name, x, dim, given.q.shape[dim], f"the {of} of q")
+        if x is not None or name == "step":
+            check_gate(op, name, x, layout, given.q)
     if given.window_gates is not None:
         checks.size(op, "window_gates", given.window_gates, 3, shape.window, "window")
+
+
+def check_gate(op: str, name: str, x: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
+    """Require a number for each token and head of q (B, T, H, d), or some."""
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    checks.tensor(op, name, x, layout, (acc,))
+    assert x is not None
+    checks.same_device(op, name, x, q.device)
+    for dim, of in enumerate(("batch", "tokens", "heads")):
+        checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
 
 
 def check_features(op: str, feature_map: str, q: torch.Tensor, a: torch.Tensor | None) -> None:
@@ -280,15 +288,12 @@ def tails(shape: OmegaShape, given: OmegaTensors) -> tuple[torch.Tensor, ...]:
 
 # ---- operators ----------------------------------------------------------------------------------
 
-_TENSORS = (
+TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor step, Tensor? decay, Tensor? window_gates, "
     "Tensor? momentum, Tensor? coefficients, Tensor? initial_state, Tensor? initial_momentum, "
     "Tensor? tail_k, Tensor? tail_v, Tensor? tail_length, Tensor? cu_seqlens"
 )
-_RULES = (
-    "SymInt window, SymInt chunk_size, str inner_loss, str feature_map, bool read_before, "
-    "str backend"
-)
+RULES = "SymInt window, SymInt chunk_size, str inner_loss, str feature_map, bool read_before"
 _COUNT = len(OmegaTensors._fields)
 
 
@@ -304,7 +309,7 @@ def _call(arguments: Sequence[Any]) -> _Call:
     """No checks: the public function made them, and the operators trust it."""
     given = OmegaTensors(*arguments[:_COUNT])
     window, chunk_size, inner_loss, feature_map, read_before, backend = arguments[_COUNT:]
-    shape = _shape(given, window, chunk_size, inner_loss, feature_map, read_before, True)
+    shape = unchecked_shape(given, window, chunk_size, inner_loss, feature_map, read_before, True)
     return _Call(given, shape, backend)
 
 
@@ -351,7 +356,7 @@ def _flops(call: _Call, backward: bool) -> int:
 MEMORY_BWD = declare(
     Operator(
         "omega_memory_bwd",
-        f"(Tensor d_y, Tensor d_state, Tensor d_last_momentum, {_TENSORS}, {_RULES}) -> "
+        f"(Tensor d_y, Tensor d_state, Tensor d_last_momentum, {TENSORS}, {RULES}, str backend) -> "
         f"({', '.join(['Tensor'] * DIFFERENTIABLE)})",
         impl=lambda *args: _backward_impl(args[:3], _call(args[3:])),
         fake=lambda *args: _backward_fake(_call(args[3:])),
@@ -375,7 +380,7 @@ def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
 MEMORY_FWD = declare(
     Operator(
         "omega_memory_fwd",
-        f"({_TENSORS}, {_RULES}) -> (Tensor, Tensor, Tensor)",
+        f"({TENSORS}, {RULES}, str backend) -> (Tensor, Tensor, Tensor)",
         impl=lambda *args: _forward_impl(_call(args)),
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),
