@@ -21,6 +21,16 @@ from . import OmegaState
 from .op import OmegaShape, OmegaTensors, check_features, feature_width, omega_shape
 
 
+class Rows(NamedTuple):
+    """What an open chunk keeps of its tokens and of those before it, as `OmegaCache` describes."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    residuals: torch.Tensor
+    tail_length: torch.Tensor
+    filled: torch.Tensor
+
+
 class OmegaCache(NamedTuple):
     """Memories in the middle of a chunk: N of them, each of one sequence.
 
@@ -57,6 +67,11 @@ class OmegaCache(NamedTuple):
     momentum_decay: torch.Tensor | None
     tail_length: torch.Tensor
     filled: torch.Tensor
+
+    @property
+    def rows(self) -> Rows:
+        """The fields that are rows of the chunk, or say which there are."""
+        return Rows(self.keys, self.values, self.residuals, self.tail_length, self.filled)
 
     @classmethod
     def from_state(cls, left: OmegaState, *, chunk_size: int = 64) -> OmegaCache:
