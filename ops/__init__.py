@@ -13,6 +13,7 @@ Letters in shapes, here and in every file:
 """
 
 from .atlas import atlas_memory
+from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
@@ -31,12 +32,15 @@ from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
 
 __all__ = [
+    "AtlasCache",
     "Explanation",
     "OmegaCache",
     "OmegaGradient",
     "OmegaHealth",
     "OmegaState",
     "PolarStats",
+    "atlas_cache",
+    "atlas_extend",
     "atlas_memory",
     "explain",
     "gram_newton_schulz_factor",

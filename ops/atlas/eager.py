@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..newton_schulz import eager as newton_schulz
-from ..newton_schulz.op import NewtonSchulzShape
+from ..newton_schulz.op import FACTOR_FWD, MATRIX_FWD, NewtonSchulzShape
 from ..omega import eager as omega
 from ..omega.eager import Chunk, Piece, Scans, after, shifted
 from .op import AtlasShape, AtlasTensors
@@ -215,16 +215,16 @@ class Run(omega.Run):
 
 
 def orthogonal(shape: AtlasShape, s: Tensor) -> Tensor:
-    """NS of matrices (B, H, l, D, Dv); of a zero matrix 0."""
+    """NS of matrices (B, H, l, D, Dv); of a zero matrix 0. Autograd can follow it."""
     if s.numel() == 0:
         return s
-    stack = s.flatten(0, 2)
-    if not _long(stack):
-        return newton_schulz.fwd(_shape(shape, stack, factor=False), stack).view_as(s)
-    x = stack.double()
+    numbers, eps = shape.ns_numbers, shape.ns_eps
+    if not _long(s):
+        return MATRIX_FWD(s, numbers, eps, s.dtype, "eager")
+    x = s.double()
     gram, tall = _gram(x)
-    factor = newton_schulz.fwd(_shape(shape, gram, factor=True), gram)
-    return (x @ factor if tall else factor @ x).to(s.dtype).view_as(s)
+    factor = FACTOR_FWD(gram, numbers, eps, x.dtype, "eager")
+    return (x @ factor if tall else factor @ x).to(s.dtype)
 
 
 def orthogonal_backward(shape: AtlasShape, d: Tensor, s: Tensor) -> Tensor:
@@ -247,13 +247,13 @@ def orthogonal_backward(shape: AtlasShape, d: Tensor, s: Tensor) -> Tensor:
 
 def _long(x: Tensor) -> bool:
     """Whether the Gram matrix, 4 n² m + 34 n³, is the shorter way than 20 n² m + 10 n³."""
-    n, m = sorted(x.shape[1:])
+    n, m = sorted(x.shape[-2:])
     return m >= LONG * n
 
 
 def _gram(x: Tensor) -> tuple[Tensor, bool]:
     """xᵀx or x xᵀ, whichever is smaller, and whether it is the first."""
-    tall = x.shape[1] >= x.shape[2]
+    tall = x.shape[-2] >= x.shape[-1]
     return (x.mT @ x if tall else x @ x.mT), tall
 
 

@@ -11,7 +11,7 @@ older tokens, then its own. M and S are those of its begin, and after its last t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,7 +96,7 @@ class OmegaCache(NamedTuple):
             >>> y.shape, cache.filled.tolist()
             (torch.Size([1, 18, 2, 8]), [2])
         """
-        _check_state(left, chunk_size)
+        check_state("OmegaCache.from_state", left, chunk_size)
         copied = (
             None if x is None else x.clone(memory_format=torch.contiguous_format) for x in left
         )
@@ -116,23 +116,9 @@ class OmegaCache(NamedTuple):
             ValueError: wrong shape, or a window that leaves no room for a chunk.
         """
         op = "OmegaCache.to_state"
-        checks.tensor(op, "cache.keys", self.keys, "N window-1+chunk_size H d", checks.FLOATING)
-        check_int(op, "window", window)
-        check_features(op, feature_map, self.keys, coefficients)
-        chunk_size = self.keys.shape[1] - window + 1
-        if chunk_size < 1:
-            raise ValueError(
-                f"{op}: window is {window}, cache.keys has {self.keys.shape[1]} rows for a window "
-                "and a chunk"
-            )
-        heads, width = self.keys.shape[2:]
-        shape = OmegaShape(
-            batch=self.keys.shape[0], tokens=0, heads=heads, width=width,
-            wide=feature_width(feature_map, width, coefficients), values=self.values.shape[-1],
-            window=window, chunk_size=chunk_size,
-            dtype=self.keys.dtype, device=self.keys.device, dot=False, feature_map=feature_map,
-            momentum=self.momentum is not None, packed=False, read_before=False,
-        )  # fmt: skip
+        shape = shape_of_rows(
+            op, self.rows, window, feature_map, coefficients, momentum=self.momentum is not None
+        )
         check_cache(op, shape, self)
         from . import extend
 
@@ -303,6 +289,30 @@ def omega_extend(
 # ---- checks -------------------------------------------------------------------------------------
 
 
+def shape_of_rows(
+    op: str, rows: Rows, window: int, feature_map: str, coefficients: torch.Tensor | None, *,
+    momentum: bool,
+) -> OmegaShape:  # fmt: skip
+    """The shape of a call without tokens on a cache; of its fields only the keys are checked."""
+    keys = rows.keys
+    checks.tensor(op, "cache.keys", keys, "N window-1+chunk_size H d", checks.FLOATING)
+    check_int(op, "window", window)
+    check_features(op, feature_map, keys, coefficients)
+    chunk_size = keys.shape[1] - window + 1
+    if chunk_size < 1:
+        raise ValueError(
+            f"{op}: window is {window}, cache.keys has {keys.shape[1]} rows for a window and a "
+            "chunk"
+        )
+    heads, width = keys.shape[2:]
+    return OmegaShape(
+        batch=keys.shape[0], tokens=0, heads=heads, width=width,
+        wide=feature_width(feature_map, width, coefficients), values=rows.values.shape[-1],
+        window=window, chunk_size=chunk_size, dtype=keys.dtype, device=keys.device, dot=False,
+        feature_map=feature_map, momentum=momentum, packed=False, read_before=False,
+    )  # fmt: skip
+
+
 def check_int(op: str, name: str, number: object, least: int = 1) -> None:
     """Require an int of at least `least`."""
     if not isinstance(number, int):
@@ -318,8 +328,16 @@ def check_cache(op: str, shape: OmegaShape, cache: OmegaCache, *, pool: bool = F
     if (cache.momentum is None) == shape.momentum:
         here, there = ("no ", "") if cache.momentum is not None else ("", "no ")
         raise ValueError(f"{op}: {here}momentum was given, cache was made for {there}momentum")
-    checks.tensor(op, "cache.state", cache.state, "N H D Dv", (shape.acc,))
-    count = cache.state.shape[0] if pool else shape.batch
+    absent = () if shape.momentum else ("momentum", "momentum_write", "carry", "momentum_decay")
+    check_fields(op, shape, cache._asdict(), absent, pool=pool)
+
+
+def check_fields(
+    op: str, shape: OmegaShape, fields: dict[str, Any], absent: Sequence[str] = (), *, pool: bool
+) -> None:
+    """Require fields of a cache, by name, to be what a call of this shape takes."""
+    checks.tensor(op, "cache.state", fields["state"], "N H D Dv", (shape.acc,))
+    count = fields["state"].shape[0] if pool else shape.batch
     heads, rows = shape.heads, shape.window - 1 + shape.chunk_size
     state = ("N H D Dv", (count, heads, shape.wide, shape.values), shape.acc)
     values = ("N window-1+chunk_size H Dv", (count, rows, heads, shape.values))
@@ -327,19 +345,19 @@ def check_cache(op: str, shape: OmegaShape, cache: OmegaCache, *, pool: bool = F
     scalar = ("N H", (count, heads), shape.acc)
     number = ("N", (count,), torch.int32)
     expected: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
-        "state": state, "momentum": state,
+        "state": state, "momentum": state, "memory": state,
         "keys": ("N window-1+chunk_size H d", (count, rows, heads, shape.width), shape.dtype),
         "values": (*values, shape.dtype), "residuals": (*values, shape.acc),
         "write": write, "momentum_write": write,
         "decay": scalar, "carry": scalar, "momentum_decay": scalar,
         "tail_length": number, "filled": number,
     }  # fmt: skip
-    if not shape.momentum:
-        for name in ("momentum", "momentum_write", "carry", "momentum_decay"):
-            del expected[name]
-    for name, (layout, size, dtype) in expected.items():
-        _check_tensor(op, f"cache.{name}", getattr(cache, name), layout, size, dtype)
-        checks.same_device(op, f"cache.{name}", getattr(cache, name), shape.device)
+    for name, x in fields.items():
+        if name in absent:
+            continue
+        layout, size, dtype = expected[name]
+        _check_tensor(op, f"cache.{name}", x, layout, size, dtype)
+        checks.same_device(op, f"cache.{name}", x, shape.device)
 
 
 def _check_tensor(
@@ -351,8 +369,8 @@ def _check_tensor(
         checks.size(op, name, x, dim, length, f"dimension {dim} of {layout}")
 
 
-def _check_state(left: OmegaState, chunk_size: int) -> None:
-    op = "OmegaCache.from_state"
+def check_state(op: str, left: OmegaState, chunk_size: int) -> None:
+    """Require what a call left, and a chunk to go on with."""
     if not isinstance(left, OmegaState):
         raise TypeError(f"{op}: left must be an OmegaState, got {type(left).__name__}")
     check_int(op, "chunk_size", chunk_size)

@@ -154,17 +154,10 @@ def advance(
     rows = joined(shape, given, cache.rows, cache.state, count)
     cache = cache._replace(**rows._asdict())
 
-    # Index 0 along L + 1 is what the cache holds; index t what it is after token t.
-    def last(scanned: Tensor) -> Tensor:
-        at = count.long()[:, None, None, None].expand(-1, scanned.shape[1], 1, scanned.shape[3])
-        return scanned.gather(2, at)[:, :, 0]
-
     keys, residuals = features_of(shape, rows, given.coefficients)
     q = phi(shape, given.q, given.coefficients)
     seen = slice(0, length) if shape.read_before else slice(1, length + 1)
-    alpha = by_head(shape, given.step if given.decay is None else given.decay)
-    if given.decay is None:
-        alpha = torch.ones_like(alpha)
+    alpha = decays(shape, given)
     rate = scan(alpha, cache.decay[..., None], None)
     read = rate[:, :, seen] * (q @ cache.state)
     push = weights(shape, given, rows, filled)
@@ -180,13 +173,13 @@ def advance(
         carry = scan(alpha, cache.carry[..., None], drop[:, :, 1:])
         read = read + carry[:, :, seen] * (q @ cache.momentum)
         cache = cache._replace(
-            momentum_write=last(pushed),
-            momentum_decay=last(drop)[..., 0],
-            carry=last(carry)[..., 0],
+            momentum_write=after(pushed, count),
+            momentum_decay=after(drop, count)[..., 0],
+            carry=after(carry, count)[..., 0],
         )
     write = scan(alpha, cache.write, push)
     read = read - (write[:, :, seen] * (q @ keys.mT)) @ residuals
-    cache = cache._replace(write=last(write), decay=last(rate)[..., 0])
+    cache = cache._replace(write=after(write, count), decay=after(rate, count)[..., 0])
     return read.transpose(1, 2), OmegaCache._make(chosen(moving, cache, old))
 
 
@@ -311,11 +304,27 @@ def weights(shape: OmegaShape, given: OmegaTensors, rows: Rows, filled: Tensor) 
 
 
 def scan(gate: Tensor, first: Tensor, then: Tensor | None) -> Tensor:
-    """z_0 = first, z_t = gate_t z_{t−1} + then_t: (N, H, L + 1, ·) of (N, H, L), (N, H, ·)."""
+    """z_0 = first, z_t = gate_t z_{t−1} + then_t: (N, H, L + 1, ·) of (N, H, L), (N, H, ·).
+
+    Index 0 along L + 1 is what a cache holds; index t what it is after token t.
+    """
     left = triangle(torch.cat((torch.ones_like(gate[:, :, :1]), gate), 2))
     if then is None:
         return left[..., :1] * first[:, :, None]
     return left @ torch.cat((first[:, :, None], then), 2)
+
+
+def after(scanned: Tensor, count: Tensor) -> Tensor:
+    """What is scanned (N, H, L + 1, ·), after `count` (N,) tokens of each sequence."""
+    at = count.long()[:, None, None, None].expand(-1, scanned.shape[1], 1, scanned.shape[3])
+    return scanned.gather(2, at)[:, :, 0]
+
+
+def decays(shape: OmegaShape, given: OmegaTensors) -> Tensor:
+    """(N, H, L), 1 where there are none."""
+    if given.decay is None:
+        return torch.ones_like(by_head(shape, given.step))
+    return by_head(shape, given.decay)
 
 
 def _error(

@@ -143,7 +143,7 @@ def _check_coefficients(
 
 def check_no_constant(op: str, a: torch.Tensor, unless: str = "") -> None:
     """Require a_0 = 0. As for packed offsets, values are looked at where that costs no sync."""
-    if a.device.type == "cpu" and _has_values(a):
+    if checks.readable(a):
         first = a.detach()[..., 0]
         if bool((first != 0).any()):
             raise ValueError(
@@ -169,10 +169,6 @@ def _check_rows(op: str, x: torch.Tensor, g: torch.Tensor | None) -> None:
     checks.same_device(op, "g", g, x.device)
     for dim, of in enumerate(("batch", "tokens", "heads")):
         checks.size(op, "g", g, dim, x.shape[dim], f"the {of} of x")
-
-
-def _has_values(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
 
 
 # ---- operators ----------------------------------------------------------------------------------
