@@ -19,8 +19,8 @@ from ..omega.extend import TOKENS, Taken, after, by_head, chosen, scan, where
 from ..omega.op import OmegaShape, OmegaTensors
 from . import atlas_memory
 from .cache import AtlasCache, begun
-from .eager import orthogonal
 from .op import AtlasShape, AtlasTensors
+from .stack import orthogonal
 
 
 def run(

@@ -18,7 +18,8 @@ from helpers import contracts, inputs, oracle
 from helpers.atlas import Case
 
 op = importlib.import_module("fastweights.ops.atlas.op")
-eager = importlib.import_module("fastweights.ops.atlas.eager")
+gram = importlib.import_module("fastweights.ops.atlas.gram")
+stack = importlib.import_module("fastweights.ops.atlas.stack")
 CPU = torch.device("cpu")
 WIDE = torch.float64
 OP = ops.atlas_memory
@@ -138,8 +139,64 @@ def test_stacks_in_parts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**SQUARED, values=4, stride=1, carried=True)
     given = case.arguments(0, WIDE, CPU) | {"return_state": True}
     whole = contracts.forward_backward(OP, given)
-    monkeypatch.setattr(eager, "NUMBERS", numbers * 2 * 2 * 14 * 4 // 64)
+    monkeypatch.setattr(stack, "NUMBERS", numbers * 2 * 2 * 14 * 4 // 64)
     assert_near(contracts.forward_backward(OP, given), whole, 1e-12)
+
+
+def a_chunk(
+    rows: int, columns: int, velocity: float
+) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """The shape of a call, a chunk of nine tokens of which three meet Newton–Schulz, gradients."""
+    case = Case(tokens=9, width=rows, values=columns, stride=3, chunk_size=9)
+    given = case.arguments(0, WIDE, CPU)
+    tensors = [given.get(name) for name in op.OmegaTensors._fields]
+    rules = {name: given[name] for name in ("window", "chunk_size", "inner_loss", "read_before")}
+    shape = op.atlas_shape(
+        "test", op.AtlasTensors(op.OmegaTensors(*tensors), given["output_step"]),
+        feature_map="identity", ns_stride=3, ns_steps=5, ns_coefficients="muon", ns_eps=1e-7,
+        **rules,
+    )  # fmt: skip
+    source = inputs.generator(1, CPU)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(2, 2, *size, generator=source, dtype=WIDE)
+
+    met = stack.Met(
+        q=normal(9, rows), k=normal(11, rows), error=normal(11, columns),
+        velocity=velocity * normal(rows, columns), push=normal(3, 11), drop=normal(3),
+        seen=normal(9, 3), last=normal(3),
+    )  # fmt: skip
+    return shape, met, normal(9, columns), normal(rows, columns)
+
+
+@pytest.mark.parametrize("velocity", [0.0, 1.0, 100.0])
+def test_momenta_by_their_products(velocity: float) -> None:
+    """Formed in one way and not in the other, by which narrower types go."""
+    shape, met, d_read, d_state = a_chunk(30, 4, velocity)
+    formed = (
+        stack.fwd(shape, met, torch.matmul),
+        stack.bwd(shape, met, d_read, d_state, torch.matmul),
+    )
+    not_formed = gram.fwd(shape, met), gram.bwd(shape, met, d_read, d_state)
+    assert_near(oracle.named(not_formed), oracle.named(formed), 1e-11)
+
+
+@pytest.mark.parametrize("size", [(24, 5), (5, 24)], ids=str)
+def test_long_stacks_by_their_gram_matrix(size: tuple[int, int]) -> None:
+    """In fp32, where a long side is what makes the way; nearer to float64 than its rounding."""
+    shape = a_chunk(*size, 1.0)[0]
+    s = torch.randn(1, 2, 3, *size)
+    s[0, 0, 0] = 0
+    d = torch.randn(s.shape)
+    found = stack.orthogonal(shape, s), stack.orthogonal_backward(shape, d, s)
+    exact = (
+        stack.orthogonal(shape, s.double()),
+        stack.orthogonal_backward(shape, d.double(), s.double()),
+    )
+    for x, wanted in zip(found, exact, strict=True):
+        assert x.dtype == torch.float32
+        assert (x - wanted).norm() < 1e-7 * wanted.norm()
+        assert not x[0, 0, 0].any()
 
 
 # ---- what the rule says -------------------------------------------------------------------------
