@@ -14,6 +14,7 @@ Letters in shapes, here and in every file:
 
 from .atlas import atlas_memory
 from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
+from .atlas_step import atlas_step_
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
@@ -42,6 +43,7 @@ __all__ = [
     "atlas_cache",
     "atlas_extend",
     "atlas_memory",
+    "atlas_step_",
     "explain",
     "gram_newton_schulz_factor",
     "newton_schulz",

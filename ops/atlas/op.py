@@ -60,6 +60,14 @@ def atlas_shape(
     checks.tensor(op, "momentum", given.memory.momentum, "B T H", checks.FLOATING)
     shape = omega_shape(op, given.memory, **rules)
     check_gate(op, "output_step", given.output_step, "B T H", given.memory.q)
+    return ns_rules(op, shape, ns_stride, ns_steps, ns_coefficients, ns_eps)
+
+
+def ns_rules(
+    op: str, shape: OmegaShape, ns_stride: int | None, ns_steps: int,
+    ns_coefficients: str | Sequence[Sequence[float]], ns_eps: float,
+) -> AtlasShape:  # fmt: skip
+    """Check what is said of Newton–Schulz, and join it to the shape."""
     if ns_stride is None:
         ns_stride = shape.chunk_size
     check_int(op, "ns_stride", ns_stride)
@@ -69,12 +77,13 @@ def atlas_shape(
         )
     check_int(op, "ns_steps", ns_steps)
     checks.above_zero(op, "ns_eps", ns_eps)
-    return _with_rules(shape, ns_stride, schedule(op, ns_coefficients, ns_steps, "ns_"), ns_eps)
+    return with_rules(shape, ns_stride, schedule(op, ns_coefficients, ns_steps, "ns_"), ns_eps)
 
 
-def _with_rules(
+def with_rules(
     shape: OmegaShape, ns_stride: int, ns_numbers: Sequence[float], ns_eps: float
 ) -> AtlasShape:
+    """The shape of a call that was checked."""
     return AtlasShape(
         **vars(shape), ns_stride=ns_stride, ns_numbers=tuple(ns_numbers), ns_eps=ns_eps
     )
@@ -83,7 +92,8 @@ def _with_rules(
 # ---- operators ----------------------------------------------------------------------------------
 
 _TENSORS = f"{omega.TENSORS}, Tensor output_step"
-_RULES = f"{omega.RULES}, SymInt ns_stride, float[] ns_numbers, float ns_eps, str backend"
+NS_RULES = "SymInt ns_stride, float[] ns_numbers, float ns_eps"
+_RULES = f"{omega.RULES}, {NS_RULES}, str backend"
 _COUNT = len(OmegaTensors._fields)
 
 
@@ -100,7 +110,7 @@ def _call(arguments: Sequence[Any]) -> _Call:
     given = AtlasTensors(OmegaTensors(*arguments[:_COUNT]), arguments[_COUNT])
     window, chunk_size, loss, map_, before, *ns, backend = arguments[_COUNT + 1 :]
     shape = omega.unchecked_shape(given.memory, window, chunk_size, loss, map_, before, True)
-    return _Call(given, _with_rules(shape, *ns), backend)
+    return _Call(given, with_rules(shape, *ns), backend)
 
 
 def _forward_impl(call: _Call) -> tuple[torch.Tensor, ...]:

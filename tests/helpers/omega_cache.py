@@ -100,9 +100,9 @@ def in_steps(
 
 
 def poisoned_pool(
-    cache: OmegaCache, slots: torch.Tensor,
+    cache: Any, slots: torch.Tensor,
     view: Callable[[torch.Tensor], torch.Tensor] = inputs.embed,
-) -> OmegaCache:  # fmt: skip
+) -> Any:  # fmt: skip
     """A pool with the memories of `cache` in `slots`, NaN in all others and around all of them."""
     pool = []
     for x in cache:
@@ -114,7 +114,7 @@ def poisoned_pool(
             whole = view(whole.fill_(float("nan")))
         whole[slots] = x
         pool.append(whole)
-    return OmegaCache._make(pool)
+    return type(cache)._make(pool)
 
 
 def step_operands(

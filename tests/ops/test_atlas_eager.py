@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastweights import ops, reference
 from fastweights.ops import flops
 from helpers import contracts, inputs, oracle
-from helpers.atlas import Case
+from helpers.atlas import CARRIED, TOKENS, Case
 
 op = importlib.import_module("fastweights.ops.atlas.op")
 gram = importlib.import_module("fastweights.ops.atlas.gram")
@@ -288,9 +288,6 @@ def test_singular_values_of_a_write_are_near_one() -> None:
 
 
 # ---- sequences and pieces -----------------------------------------------------------------------
-
-TOKENS = ("q", "k", "v", "step", "decay", "window_gates", "momentum", "output_step")
-CARRIED = ("initial_state", "initial_momentum", "tail_k", "tail_v", "tail_length")
 
 
 @pytest.mark.parametrize(

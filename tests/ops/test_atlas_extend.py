@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,15 +9,12 @@ import pytest
 import torch
 
 from fastweights import ops, reference
-from fastweights.ops import AtlasCache, OmegaState, checks
+from fastweights.ops import AtlasCache, checks
 from helpers import contracts, oracle
-from helpers.atlas import Case
+from helpers.atlas import CARRIED, Case, cut, features_of, in_pieces, rules_of, start
 
 CPU = torch.device("cpu")
 WIDE = torch.float64
-TOKENS = ("q", "k", "v", "step", "decay", "window_gates", "momentum", "output_step")
-CARRIED = ("initial_state", "initial_momentum", "tail_k", "tail_v", "tail_length")
-FEATURES = ("feature_map", "coefficients")
 
 
 def assert_near(
@@ -32,45 +27,6 @@ def assert_near(
         assert found[name].dtype == x.dtype, name
         gap = (found[name].double() - x.double()).norm()
         assert gap <= most * max(1.0, float(x.double().norm())), (name, gap)
-
-
-def features_of(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in FEATURES if name in given}
-
-
-def start(case: Case, given: dict[str, Any]) -> AtlasCache:
-    """The cache in front of a call's first token."""
-    empty = ops.atlas_cache(
-        case.batch, case.heads, case.width, case.values, window=case.window,
-        chunk_size=case.chunk_size, dtype=given["q"].dtype, **features_of(given),
-    )  # fmt: skip
-    if "initial_state" not in given:
-        return empty
-    left = empty.to_state(window=case.window, **features_of(given))
-    carried = {
-        name: given[of] for name, of in zip(left._fields, CARRIED, strict=True) if of in given
-    }
-    return AtlasCache.from_state(left._replace(**carried), chunk_size=case.chunk_size)
-
-
-def rules_of(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in given.items() if name not in (*TOKENS, *CARRIED)}
-
-
-def cut(given: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    return {name: given[name][:, begin:end] for name in TOKENS if name in given}
-
-
-def in_pieces(
-    case: Case, given: dict[str, Any], cuts: Sequence[int]
-) -> tuple[torch.Tensor, OmegaState]:
-    """All tokens, a call for what lies between two cuts."""
-    cache = start(case, given)
-    reads = []
-    for begin, end in itertools.pairwise((0, *cuts, case.tokens)):
-        y, cache = ops.atlas_extend(**cut(given, begin, end), cache=cache, **rules_of(given))
-        reads.append(y)
-    return torch.cat(reads, 1), cache.to_state(window=case.window, **features_of(given))
 
 
 SQUARED = {"width": 4, "values": 3, "symmetric": True, "degree": 2}
