@@ -138,8 +138,9 @@ def _is_fake(x: torch.Tensor) -> bool:
 def aligned(x: torch.Tensor) -> bool:
     """Whether base and strides are multiples of 16 bytes and no dimension is expanded.
 
-    A fake tensor has no base; only its strides speak. A tensor whose last dimension is strided is
-    not aligned: it will be copied, and nothing here says what the copy's strides are.
+    A fake tensor has no base; only its strides speak, the inner ones first: they decide before one
+    that is a multiple of a traced length is asked. A tensor whose last dimension is strided is not
+    aligned: it will be copied, and nothing here says what the copy's strides are.
     """
     if x.stride(-1) != 1:
         return False
@@ -148,7 +149,7 @@ def aligned(x: torch.Tensor) -> bool:
     size = x.element_size()
     return all(
         length == 1 or (stride * size % 16 == 0 and stride > 0)
-        for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        for length, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True)
     )
 
 

@@ -402,6 +402,29 @@ def test_fullgraph(case: Case) -> None:
     contracts.check_fullgraph(call, given)
 
 
+@pytest.mark.parametrize("sizes", [LINEAR, SQUARED | {"values": 5}], ids=str)
+def test_export_for_any_number_of_tokens(sizes: dict[str, Any]) -> None:
+    """Rows of v are 20 bytes long: whether they are aligned must not hang on the length."""
+    case = Case(**sizes, stride=4)
+
+    class Memory(torch.nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            map_ = "symmetric" if case.symmetric else "identity"
+            return OP(**given, window=3, feature_map=map_, chunk_size=8, ns_stride=4)[0]
+
+    def tensors(tokens: int) -> dict[str, torch.Tensor]:
+        given = case.but(tokens=tokens).arguments(0, torch.float32, CPU)
+        return {name: given[name].contiguous() for name in TOKENS}
+
+    length = {1: torch.export.Dim("tokens")}
+    program = torch.export.export(
+        Memory(), (tensors(40),), dynamic_shapes=(dict.fromkeys(TOKENS, length),)
+    )
+    for tokens in (40, 19, 64):
+        given = tensors(tokens)
+        assert torch.equal(program.module()(given), Memory()(given))
+
+
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
 def test_opcheck(case: Case) -> None:
     given = case.arguments(0, torch.float32, CPU)

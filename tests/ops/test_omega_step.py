@@ -216,6 +216,22 @@ def test_gradients_of_pieces(case: Case) -> None:
         assert gap <= 1e-11 * max(1.0, float(x.double().norm())), (name, gap)
 
 
+def test_a_zero_coefficient_has_the_gradient_zero() -> None:
+    """Through plain torch, too, where a root would have none."""
+    case = Case(width=4, symmetric=True, degree=3)
+    given = case.arguments(0, WIDE, CPU)
+    given["coefficients"][0, 2] = 0
+
+    def call(**given: Any) -> torch.Tensor:
+        return in_pieces(case, given, (3, 14))[0]
+
+    got = contracts.forward_backward(call, given)
+    wanted = contracts.forward_backward(lambda **x: reference.omega_memory(**x)[0], given)
+    for name, x in wanted.items():
+        assert (got[name] - x).norm() <= 1e-11 * max(1.0, float(x.norm())), name
+    assert not got["d coefficients"][0, 2]
+
+
 @pytest.mark.parametrize("degree", [None, 2])
 def test_gradients_pass_by_rows_of_a_tail_that_do_not_exist(degree: int | None) -> None:
     """They may hold NaN, from which not even a product with 0 is formed."""
