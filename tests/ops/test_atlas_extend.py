@@ -182,7 +182,7 @@ def test_the_cache_is_not_changed_and_shares_nothing() -> None:
 # ---- as torch sees it ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("tokens", [1, 8])
 def test_fullgraph(tokens: int) -> None:
     """A step of decoding, and a piece with whole chunks, inside of a compiled function."""
     case = Case(2, tokens, window=3, chunk_size=4, stride=2)
