@@ -12,6 +12,9 @@ Letters in shapes, here and in every file:
 | m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 
+from .atlas import atlas_memory
+from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
+from .atlas_step import atlas_step_
 from .dispatch import Explanation, explain, use_backend
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
@@ -30,12 +33,17 @@ from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
 
 __all__ = [
+    "AtlasCache",
     "Explanation",
     "OmegaCache",
     "OmegaGradient",
     "OmegaHealth",
     "OmegaState",
     "PolarStats",
+    "atlas_cache",
+    "atlas_extend",
+    "atlas_memory",
+    "atlas_step_",
     "explain",
     "gram_newton_schulz_factor",
     "newton_schulz",

@@ -101,7 +101,7 @@ def cu_seqlens(
         raise ValueError(f"{op}: {name} needs batch size 1 (sequences packed along T), got {batch}")
     if cu.shape[0] < 1:
         raise ValueError(f"{op}: {name} must hold at least the starting 0, got an empty tensor")
-    if cu.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(cu):
+    if readable(cu):
         values = cu.tolist()
         if values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
             raise ValueError(f"{op}: {name} must start at 0 and never decrease, got {values}")
@@ -117,13 +117,18 @@ def slots(op: str, name: str, x: torch.Tensor, device: torch.device, rows: int, 
     tensor(op, name, x, "N", (torch.int64,))
     same_device(op, name, x, device)
     size(op, name, x, 0, rows, "the rows of q")
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(x):
+    if readable(x):
         values = x.tolist()
         if any(not -1 <= value < pool for value in values):
             raise ValueError(f"{op}: {name} must be -1 … {pool - 1}, got {values}")
         taken = [value for value in values if value >= 0]
         if len(taken) != len(set(taken)):
             raise ValueError(f"{op}: {name} must be distinct, got {values}")
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Whether values can be looked at without a sync: real ones, on the CPU, outside of a trace."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_fake(x)
 
 
 def _is_fake(x: torch.Tensor) -> bool:
@@ -133,8 +138,9 @@ def _is_fake(x: torch.Tensor) -> bool:
 def aligned(x: torch.Tensor) -> bool:
     """Whether base and strides are multiples of 16 bytes and no dimension is expanded.
 
-    A fake tensor has no base; only its strides speak. A tensor whose last dimension is strided is
-    not aligned: it will be copied, and nothing here says what the copy's strides are.
+    A fake tensor has no base; only its strides speak, the inner ones first: they decide before one
+    that is a multiple of a traced length is asked. A tensor whose last dimension is strided is not
+    aligned: it will be copied, and nothing here says what the copy's strides are.
     """
     if x.stride(-1) != 1:
         return False
@@ -143,7 +149,7 @@ def aligned(x: torch.Tensor) -> bool:
     size = x.element_size()
     return all(
         length == 1 or (stride * size % 16 == 0 and stride > 0)
-        for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        for length, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True)
     )
 
 

@@ -11,15 +11,21 @@ is meant for notes, never for a table of TFLOP/s.
 | its backward, k steps | k·(10·n²m + 4·n³) − 2·n²m                                           |
 | Gram factor, k steps  | (8·k − 6)·n³                                                        |
 | its backward          | (24·k − 20)·n³, of one step 6·n³                                    |
-| Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(D + Dv) a head, n = b + window − 1        |
-| its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·D + 2·Dv)                              |
+| Omega rule, a chunk   | (2·b + 4·n)·D·Dv + 2·b·n·(E + Dv) a head, n = b + window − 1        |
+| its backward          | (6·b + 12·n)·D·Dv + 2·b·n·(3·E + 2·Dv)                              |
 | momentum adds to both | (2·b + 2·n)·D·Dv, and three times that                              |
+| Atlas, a chunk        | (2·b + 2·n + 2·w)·D·Dv, w = b + max(L, 1)·(window − 1) keys written |
+| its backward          | three times that; and both L times what follows                     |
+| its Newton–Schulz     | the less of a matrix's and of 4·n²m and a Gram factor's; n ≤ m here |
+| its backward          | the less of a matrix's and of 8·n²m and a Gram factor's             |
 | a single Omega step   | a chunk's, divided by b                                             |
 | polynomial features   | D a row; backward 4·D                                               |
 | φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
-computed again, as that of attention does, because only the inputs are saved.
+computed again, as that of attention does, because only the inputs are saved. E is the width in
+which products of two tokens' features are formed: the keys' where a kernel gives them, else D.
+L tokens of an Atlas chunk meet Newton–Schulz; S at each needs the keys since the one before.
 """
 
 from __future__ import annotations
@@ -99,37 +105,74 @@ def _omega_chunks(tokens: int, chunk_size: int, window: int) -> list[tuple[int, 
 
 
 def omega_forward(
-    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
-) -> int:
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool,
+    pairs: int | None = None,
+) -> int:  # fmt: skip
     """Useful FLOPs of one head: Q M, K M and Kᵀ(P∘R), with momentum Q S and Kᵀ(U∘R); Q Kᵀ and
-    its product with R.
+    its product with R. `pairs`: E; None: D.
     """
-    state = wide * values
+    state, pairs = wide * values, wide if pairs is None else pairs
     return sum(
         count
-        * ((2 * b + 4 * n) * state + 2 * b * n * (wide + values) + momentum * 2 * (b + n) * state)
+        * ((2 * b + 4 * n) * state + 2 * b * n * (pairs + values) + momentum * 2 * (b + n) * state)
         for count, b, n in _omega_chunks(tokens, chunk_size, window)
     )
 
 
 def omega_backward(
-    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool
-) -> int:
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, momentum: bool,
+    pairs: int | None = None,
+) -> int:  # fmt: skip
     """Useful FLOPs of the backward of one head, from the arguments alone.
 
     Again: R, the states of all chunks, Q M and Q Kᵀ. Then two products a query row with M or dM,
-    four a key row, and two more of each in-chunk product.
+    four a key row, and two more of each in-chunk product. `pairs`: as in forward.
     """
-    state = wide * values
+    state, pairs = wide * values, wide if pairs is None else pairs
     return sum(
         count
         * (
             (6 * b + 12 * n) * state
-            + 2 * b * n * (3 * wide + 2 * values)
+            + 2 * b * n * (3 * pairs + 2 * values)
             + momentum * 6 * (b + n) * state
         )
         for count, b, n in _omega_chunks(tokens, chunk_size, window)
     )
+
+
+def _atlas_chunks(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, stride: int
+) -> tuple[int, int]:
+    """Products of one head with M, or into S, in FLOPs; and how often Newton–Schulz runs."""
+    products = met = 0
+    for count, b, n in _omega_chunks(tokens, chunk_size, window):
+        written = b + max(b // stride, 1) * (window - 1)
+        products += count * 2 * (b + n + written) * wide * values
+        met += count * (b // stride)
+    return products, met
+
+
+def atlas_forward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, stride: int, steps: int
+) -> int:
+    """Useful FLOPs of one head: Q M, K M, what keys write into S, and Newton–Schulz of it."""
+    products, met = _atlas_chunks(tokens, chunk_size, window, wide, values, stride)
+    n, m = sorted((wide, values))
+    gram = 4 * n * n * m + gram_factor_forward(n, steps)
+    return products + met * min(newton_schulz_forward(n, m, steps), gram)
+
+
+def atlas_backward(
+    tokens: int, chunk_size: int, window: int, wide: int, values: int, *, stride: int, steps: int
+) -> int:
+    """Useful FLOPs of the backward of one head, from the arguments alone.
+
+    Each product again, and its two gradients. Of a Gram matrix SᵀS again, dQ, and two that make dS.
+    """
+    products, met = _atlas_chunks(tokens, chunk_size, window, wide, values, stride)
+    n, m = sorted((wide, values))
+    gram = 8 * n * n * m + gram_factor_backward(n, steps)
+    return 3 * products + met * min(newton_schulz_backward(n, m, steps), gram)
 
 
 def polynomial_features_forward(rows: int, wide: int) -> int:

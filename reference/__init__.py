@@ -1,5 +1,6 @@
 """The literal definitions, in plain torch and float64 if asked: no backend, no cleverness."""
 
+from .atlas import atlas_memory
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
@@ -9,6 +10,7 @@ __all__ = [
     "OmegaGradient",
     "OmegaState",
     "PolarStats",
+    "atlas_memory",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_gradient",

@@ -16,6 +16,7 @@ inputs): the "plain torch" that kernels are measured by. Source: ATLAS, arXiv 25
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,10 @@ class OmegaGradient(NamedTuple):
     gradient: Tensor
 
 
+# What is added to the memory, of the row of the batch, the sequence's first token there, t and S_t.
+Write = Callable[[int, int, int, Tensor], Tensor]
+
+
 class _Sequence(NamedTuple):
     """The tokens of one sequence: (T, H, …), older keys and values in front of k and v."""
 
@@ -60,19 +65,22 @@ class _Sequence(NamedTuple):
     decay: Tensor | None
     gates: Tensor
     momentum: Tensor | None
+    begin: tuple[int, int]  # row of the batch, first token
 
 
 def features(x: Tensor, feature_map: str, coefficients: Tensor | None) -> Tensor:
-    """φ(x) of the last dimension: x itself, or Σ_r a_r x^r of each of its numbers.
+    """φ(x) of the last dimension: x itself, Σ_r a_r x^r of each of its numbers, or all products.
 
     `coefficients` a_0, a_1, … (p + 1,), or (H, p + 1) for x (..., H, d).
     """
     if feature_map == "identity":
         return x
-    if feature_map != "elementwise":
-        raise ValueError(f"feature_map must be identity or elementwise, got {feature_map!r}")
+    if feature_map not in ("elementwise", "symmetric"):
+        raise ValueError(
+            f"feature_map must be identity, elementwise or symmetric, got {feature_map!r}"
+        )
     degree = 2 if coefficients is None else coefficients.shape[-1] - 1
-    return polynomial_features(x, coefficients, degree=degree, kind="elementwise")
+    return polynomial_features(x, coefficients, degree=degree, kind=feature_map)
 
 
 def omega_memory(
@@ -82,9 +90,9 @@ def omega_memory(
     chunk_size: int = 64, read_before: bool = False, initial_state: Tensor | None = None,
     initial_momentum: Tensor | None = None, tail_k: Tensor | None = None,
     tail_v: Tensor | None = None, tail_length: Tensor | None = None, return_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, write: Write | None = None,
 ) -> tuple[Tensor, OmegaState | None]:  # fmt: skip
-    """As `fastweights.ops.omega_memory`."""
+    """As `fastweights.ops.omega_memory`; another rule may `write` something else than S_t."""
     acc = torch.float64 if k.dtype == torch.float64 else torch.float32
     batch, tokens, heads = k.shape[:3]
     older = window - 1
@@ -122,12 +130,14 @@ def omega_memory(
             None if decay is None else decay[row, here],
             gates[row, here],
             None if momentum is None else momentum[row, here],
+            (row, begin),
         )
         state = zero if initial_state is None else initial_state[n].to(acc)
         velocity = zero if initial_momentum is None else initial_momentum[n].to(acc)
         read, state, velocity = _scan(
-            sequence, state, velocity, chunk_size, inner_loss == "dot", read_before
-        )
+            sequence, state, velocity, chunk_size, inner_loss == "dot", read_before,
+            write,
+        )  # fmt: skip
         reads.append(read)
         kept = min(older, len(keys))
         states.append(state)
@@ -163,8 +173,9 @@ def _stacked(parts: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _scan(
-    x: _Sequence, state: Tensor, velocity: Tensor, chunk_size: int, dot: bool, read_before: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: _Sequence, state: Tensor, velocity: Tensor, chunk_size: int, dot: bool, read_before: bool,
+    write: Write | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Reads (T, H, Dv), and M and S (H, D, Dv) after the last token."""
     dtype, acc = x.k.dtype, state.dtype
     tokens, window = x.gates.shape[0], x.gates.shape[2]
@@ -192,7 +203,7 @@ def _scan(
             else x.momentum[t, :, None, None].to(acc) * velocity - gradient
         )  # fmt: skip
         kept = state if x.decay is None else x.decay[t, :, None, None].to(acc) * state
-        state = kept + velocity
+        state = kept + (velocity if write is None else write(*x.begin, t, velocity))
         reads.append(times(x.q[t], before if read_before else state))
     empty = torch.zeros(0, *x.v.shape[1:], dtype=acc, device=x.v.device)
     return torch.stack(reads) if reads else empty, state, velocity

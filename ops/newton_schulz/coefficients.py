@@ -58,18 +58,19 @@ SETS: dict[str, tuple[Triple, ...]] = {
 
 
 def schedule(
-    op: str, coefficients: str | Sequence[Sequence[float]], steps: int
+    op: str, coefficients: str | Sequence[Sequence[float]], steps: int, prefix: str = ""
 ) -> tuple[float, ...]:
-    """The 3·steps numbers a₁, b₁, c₁, a₂, … of a call.
+    """The 3·steps numbers a₁, b₁, c₁, a₂, … of a call; `prefix`: of its arguments' names.
 
     Raises:
         ValueError: an unknown name, what is no sequence of triples of finite numbers, or more
             triples than steps: a schedule cut short is another polynomial than was asked for.
     """
+    name = f"{prefix}coefficients"
     if isinstance(coefficients, str):
         if coefficients not in SETS:
             raise ValueError(
-                f"{op}: coefficients must be one of {', '.join(SETS)} or a sequence of triples, "
+                f"{op}: {name} must be one of {', '.join(SETS)} or a sequence of triples, "
                 f"got {coefficients!r}"
             )
         triples: Sequence[Sequence[float]] = SETS[coefficients]
@@ -77,12 +78,12 @@ def schedule(
         triples = coefficients
     if not isinstance(triples, (list, tuple)) or not triples or not all(map(_is_triple, triples)):
         raise ValueError(
-            f"{op}: coefficients must be a name or a sequence of triples of finite numbers, "
+            f"{op}: {name} must be a name or a sequence of triples of finite numbers, "
             f"[(a, b, c), ...], got {coefficients!r}"
         )
     if len(triples) > steps:
         raise ValueError(
-            f"{op}: coefficients holds {len(triples)} triples, steps is {steps}; "
+            f"{op}: {name} holds {len(triples)} triples, {prefix}steps is {steps}; "
             "at most one triple a step"
         )
     last = len(triples) - 1

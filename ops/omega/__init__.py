@@ -117,9 +117,12 @@ def omega_memory(
         momentum: (B, T, H), 0 or more, multiplies S; None: no S. Triton takes logarithms of decay
             and momentum: a negative one gives NaN there from its token on.
         inner_loss: "squared", the error x M − v, or "dot", −v in its place.
-        feature_map: "identity", or "elementwise": φ(x) = Σ_r a_r x^r number by number.
-        coefficients: a_0, a_1, … of "elementwise", (p + 1,) or (H, p + 1), dtype as the gates;
-            None: (0, 1, ½)/1.5.
+        feature_map: "identity"; "elementwise": φ(x) = Σ_r a_r x^r number by number; or "symmetric":
+            products of up to p numbers, ⟨φ(x), φ(y)⟩ = Σ_r a_r (x·y)^r. The rows of its states are
+            those of `polynomial_features(kind="symmetric")`: D = Σ_r C(d+r−1, r) over r = 1 … p.
+        coefficients: a_0, a_1, … a_p, (p + 1,) or (H, p + 1), dtype as the gates; None:
+            (0, 1, ½)/1.5. Of "symmetric" a_0 has to be 0 (on a CPU that is checked), a zero drops
+            its degree and has the gradient 0, and one below zero gives NaN.
         chunk_size: tokens whose errors are taken at the same memory; any number from 1 on.
         read_before: y_t = φ(q_t) M_{t−1}, without token t's own write.
         initial_state, initial_momentum: (N, H, D, Dv), dtype as the gates; None: 0.
@@ -133,7 +136,7 @@ def omega_memory(
             up to 64 and no more than a chunk, features up to 128 and values up to 256 wide; with
             "dot", whose errors meet no memory, chunks of any length. On Hopper chunks of 64 are
             fastest, in forward those of 8, 16 and 32, too, of aligned 16-bit tensors without
-            momentum.
+            momentum. The map "symmetric" runs on eager.
 
     Returns:
         y (B, T, H, Dv), contiguous, v's dtype; and `OmegaState`, or None if it was not asked for.
@@ -145,7 +148,7 @@ def omega_memory(
         TypeError: wrong dtype, gates in half precision, not a plain tensor, window or chunk_size
             not an int.
         ValueError: wrong shape; momentum's start without momentum, half of a tail, coefficients
-            for the identity; a backend that does not support the call.
+            that do not go with the map; a backend that does not support the call.
 
     Example:
         >>> import torch

@@ -11,14 +11,24 @@ older tokens, then its own. M and S are those of its begin, and after its last t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import checks
 from ..dispatch import autocast_operands, requested, without_autocast
 from . import OmegaState
-from .op import MAPS, OmegaShape, OmegaTensors, _check_coefficients, omega_shape
+from .op import OmegaShape, OmegaTensors, check_features, feature_width, omega_shape
+
+
+class Rows(NamedTuple):
+    """What an open chunk keeps of its tokens and of those before it, as `OmegaCache` describes."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    residuals: torch.Tensor
+    tail_length: torch.Tensor
+    filled: torch.Tensor
 
 
 class OmegaCache(NamedTuple):
@@ -58,6 +68,11 @@ class OmegaCache(NamedTuple):
     tail_length: torch.Tensor
     filled: torch.Tensor
 
+    @property
+    def rows(self) -> Rows:
+        """The fields that are rows of the chunk, or say which there are."""
+        return Rows(self.keys, self.values, self.residuals, self.tail_length, self.filled)
+
     @classmethod
     def from_state(cls, left: OmegaState, *, chunk_size: int = 64) -> OmegaCache:
         """A cache that goes on where a call of `omega_memory` ended, with a new chunk.
@@ -81,7 +96,7 @@ class OmegaCache(NamedTuple):
             >>> y.shape, cache.filled.tolist()
             (torch.Size([1, 18, 2, 8]), [2])
         """
-        _check_state(left, chunk_size)
+        check_state("OmegaCache.from_state", left, chunk_size)
         copied = (
             None if x is None else x.clone(memory_format=torch.contiguous_format) for x in left
         )
@@ -101,23 +116,9 @@ class OmegaCache(NamedTuple):
             ValueError: wrong shape, or a window that leaves no room for a chunk.
         """
         op = "OmegaCache.to_state"
-        checks.tensor(op, "cache.keys", self.keys, "N window-1+chunk_size H d", checks.FLOATING)
-        check_int(op, "window", window)
-        checks.choice(op, "feature_map", feature_map, MAPS)
-        chunk_size = self.keys.shape[1] - window + 1
-        if chunk_size < 1:
-            raise ValueError(
-                f"{op}: window is {window}, cache.keys has {self.keys.shape[1]} rows for a window "
-                "and a chunk"
-            )
-        heads, width = self.keys.shape[2:]
-        shape = OmegaShape(
-            batch=self.keys.shape[0], tokens=0, heads=heads, width=width, wide=width,
-            values=self.values.shape[-1], window=window, chunk_size=chunk_size,
-            dtype=self.keys.dtype, device=self.keys.device, dot=False, feature_map=feature_map,
-            momentum=self.momentum is not None, packed=False, read_before=False,
-        )  # fmt: skip
-        _check_coefficients(op, shape, coefficients)
+        shape = shape_of_rows(
+            op, self.rows, window, feature_map, coefficients, momentum=self.momentum is not None
+        )
         check_cache(op, shape, self)
         from . import extend
 
@@ -161,6 +162,8 @@ def omega_cache(
     window: int = 1,
     chunk_size: int = 64,
     momentum: bool = False,
+    feature_map: str = "identity",
+    coefficients: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> OmegaCache:
@@ -171,12 +174,13 @@ def omega_cache(
         heads, width, values: H, and the sizes d and Dv of a key and a value.
         window, chunk_size: as in the calls that will take the cache.
         momentum: whether those calls pass one.
+        feature_map, coefficients: of those calls; of the coefficients the degree counts.
         dtype: of keys and values; fp32, float64, bf16 or fp16.
         device: of all tensors; None: torch's default.
 
     Raises:
         TypeError: a size that is not an int, another dtype.
-        ValueError: a negative size, window or chunk_size below 1.
+        ValueError: a negative size, window or chunk_size below 1, coefficients not of the map.
 
     Example:
         >>> from fastweights.ops import omega_cache
@@ -192,13 +196,16 @@ def omega_cache(
         accepted = ", ".join(str(d) for d in checks.FLOATING)
         raise TypeError(f"{op}: dtype is {dtype}; accepted: {accepted}")
     acc = torch.float64 if dtype == torch.float64 else torch.float32
-    state = torch.zeros(batch, heads, width, values, dtype=acc, device=device)
+    keys = torch.zeros(batch, window - 1, heads, width, dtype=dtype, device=device)
+    check_features(op, feature_map, keys, coefficients)
+    wide = feature_width(feature_map, width, coefficients)
+    state = keys.new_zeros(batch, heads, wide, values, dtype=acc)
     left = OmegaState(
         state,
         torch.zeros_like(state) if momentum else None,
-        state.new_zeros(batch, window - 1, heads, width, dtype=dtype),
-        state.new_zeros(batch, window - 1, heads, values, dtype=dtype),
-        torch.zeros(batch, dtype=torch.int32, device=device),
+        keys,
+        keys.new_zeros(batch, window - 1, heads, values),
+        keys.new_zeros(batch, dtype=torch.int32),
     )
     return begun(left, chunk_size)
 
@@ -282,6 +289,30 @@ def omega_extend(
 # ---- checks -------------------------------------------------------------------------------------
 
 
+def shape_of_rows(
+    op: str, rows: Rows, window: int, feature_map: str, coefficients: torch.Tensor | None, *,
+    momentum: bool,
+) -> OmegaShape:  # fmt: skip
+    """The shape of a call without tokens on a cache; of its fields only the keys are checked."""
+    keys = rows.keys
+    checks.tensor(op, "cache.keys", keys, "N window-1+chunk_size H d", checks.FLOATING)
+    check_int(op, "window", window)
+    check_features(op, feature_map, keys, coefficients)
+    chunk_size = keys.shape[1] - window + 1
+    if chunk_size < 1:
+        raise ValueError(
+            f"{op}: window is {window}, cache.keys has {keys.shape[1]} rows for a window and a "
+            "chunk"
+        )
+    heads, width = keys.shape[2:]
+    return OmegaShape(
+        batch=keys.shape[0], tokens=0, heads=heads, width=width,
+        wide=feature_width(feature_map, width, coefficients), values=rows.values.shape[-1],
+        window=window, chunk_size=chunk_size, dtype=keys.dtype, device=keys.device, dot=False,
+        feature_map=feature_map, momentum=momentum, packed=False, read_before=False,
+    )  # fmt: skip
+
+
 def check_int(op: str, name: str, number: object, least: int = 1) -> None:
     """Require an int of at least `least`."""
     if not isinstance(number, int):
@@ -297,8 +328,16 @@ def check_cache(op: str, shape: OmegaShape, cache: OmegaCache, *, pool: bool = F
     if (cache.momentum is None) == shape.momentum:
         here, there = ("no ", "") if cache.momentum is not None else ("", "no ")
         raise ValueError(f"{op}: {here}momentum was given, cache was made for {there}momentum")
-    checks.tensor(op, "cache.state", cache.state, "N H D Dv", (shape.acc,))
-    count = cache.state.shape[0] if pool else shape.batch
+    absent = () if shape.momentum else ("momentum", "momentum_write", "carry", "momentum_decay")
+    check_fields(op, shape, cache._asdict(), absent, pool=pool)
+
+
+def check_fields(
+    op: str, shape: OmegaShape, fields: dict[str, Any], absent: Sequence[str] = (), *, pool: bool
+) -> None:
+    """Require fields of a cache, by name, to be what a call of this shape takes."""
+    checks.tensor(op, "cache.state", fields["state"], "N H D Dv", (shape.acc,))
+    count = fields["state"].shape[0] if pool else shape.batch
     heads, rows = shape.heads, shape.window - 1 + shape.chunk_size
     state = ("N H D Dv", (count, heads, shape.wide, shape.values), shape.acc)
     values = ("N window-1+chunk_size H Dv", (count, rows, heads, shape.values))
@@ -306,19 +345,19 @@ def check_cache(op: str, shape: OmegaShape, cache: OmegaCache, *, pool: bool = F
     scalar = ("N H", (count, heads), shape.acc)
     number = ("N", (count,), torch.int32)
     expected: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
-        "state": state, "momentum": state,
+        "state": state, "momentum": state, "memory": state,
         "keys": ("N window-1+chunk_size H d", (count, rows, heads, shape.width), shape.dtype),
         "values": (*values, shape.dtype), "residuals": (*values, shape.acc),
         "write": write, "momentum_write": write,
         "decay": scalar, "carry": scalar, "momentum_decay": scalar,
         "tail_length": number, "filled": number,
     }  # fmt: skip
-    if not shape.momentum:
-        for name in ("momentum", "momentum_write", "carry", "momentum_decay"):
-            del expected[name]
-    for name, (layout, size, dtype) in expected.items():
-        _check_tensor(op, f"cache.{name}", getattr(cache, name), layout, size, dtype)
-        checks.same_device(op, f"cache.{name}", getattr(cache, name), shape.device)
+    for name, x in fields.items():
+        if name in absent:
+            continue
+        layout, size, dtype = expected[name]
+        _check_tensor(op, f"cache.{name}", x, layout, size, dtype)
+        checks.same_device(op, f"cache.{name}", x, shape.device)
 
 
 def _check_tensor(
@@ -330,8 +369,8 @@ def _check_tensor(
         checks.size(op, name, x, dim, length, f"dimension {dim} of {layout}")
 
 
-def _check_state(left: OmegaState, chunk_size: int) -> None:
-    op = "OmegaCache.from_state"
+def check_state(op: str, left: OmegaState, chunk_size: int) -> None:
+    """Require what a call left, and a chunk to go on with."""
     if not isinstance(left, OmegaState):
         raise TypeError(f"{op}: left must be an OmegaState, got {type(left).__name__}")
     check_int(op, "chunk_size", chunk_size)

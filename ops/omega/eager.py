@@ -20,13 +20,14 @@ Packed sequences are taken one by one: `cu_seqlens` is read on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..polynomial import eager as polynomial
-from ..polynomial.maps import elementwise
+from ..polynomial.maps import of_coefficients
 from .op import DIFFERENTIABLE, OmegaShape, OmegaTensors
 
 SPACE_FWD = SPACE_BWD = None
@@ -37,13 +38,18 @@ def supports(shape: OmegaShape, arch: str) -> str | None:
     return None
 
 
-def fwd(shape: OmegaShape, given: OmegaTensors) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
+def fwd(
+    shape: OmegaShape, given: OmegaTensors, start: Callable[[Piece], Run] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum.
+
+    `start`: how a piece starts where a rule walks through its chunks otherwise than `Run`.
+    """
     y = given.v.new_zeros(given.v.shape)
     states: list[Tensor] = []
     momenta: list[Tensor] = []
     for piece in pieces(shape, given):
-        run = Run(shape, piece)
+        run = Run(shape, piece) if start is None else start(piece)
         for chunk in run.chunks:
             read = run.forward(chunk)
             piece.here(y)[:, chunk.begin : chunk.end] = read.transpose(1, 2).to(y.dtype)
@@ -74,15 +80,16 @@ class Gradients(NamedTuple):
 
 
 def bwd(
-    shape: OmegaShape, d_y: Tensor, d_state: Tensor, d_momentum: Tensor | None, given: OmegaTensors
-) -> Gradients:
-    """Gradients of everything; d_momentum where the call has momentum."""
+    shape: OmegaShape, d_y: Tensor, d_state: Tensor, d_momentum: Tensor | None,
+    given: OmegaTensors, start: Callable[[Piece], Run] | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients of everything; d_momentum where the call has momentum. `start`: as in `fwd`."""
     tensors = given[:DIFFERENTIABLE]
     grads = Gradients._make(
         None if x is None else x.new_zeros(x.shape, dtype=shape.acc) for x in tensors
     )
     for piece in pieces(shape, given):
-        run = Run(shape, piece)
+        run = Run(shape, piece) if start is None else start(piece)
         for chunk in run.chunks:
             run.kept.append((run.state, run.velocity))
             run.forward(chunk)
@@ -109,7 +116,7 @@ class Chunk(NamedTuple):
     end: int
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Sequences that run together: all of a batch, or one that is packed."""
 
     given: OmegaTensors
@@ -121,17 +128,17 @@ class _Piece(NamedTuple):
         return x[:, self.tokens]
 
 
-def pieces(shape: OmegaShape, given: OmegaTensors) -> list[_Piece]:
+def pieces(shape: OmegaShape, given: OmegaTensors) -> list[Piece]:
     """All sequences at once, or the packed ones one by one."""
     if given.cu_seqlens is None:
-        return [_Piece(given, slice(0, shape.batch), slice(0, shape.tokens))]
+        return [Piece(given, slice(0, shape.batch), slice(0, shape.tokens))]
     ends = given.cu_seqlens.tolist()
     return [
-        _Piece(given, slice(n, n + 1), slice(ends[n], ends[n + 1])) for n in range(len(ends) - 1)
+        Piece(given, slice(n, n + 1), slice(ends[n], ends[n + 1])) for n in range(len(ends) - 1)
     ]
 
 
-class _Scans(NamedTuple):
+class Scans(NamedTuple):
     """A, a, B of each token (B, H, b), P and U (B, H, b, n), and what makes them."""
 
     decays: Tensor  # (B, H, b, b), products of decays
@@ -157,7 +164,7 @@ def shifted(x: Tensor, first: float, dim: int) -> Tensor:
     return torch.cat((start, x.narrow(dim, 0, x.shape[dim] - 1)), dim)
 
 
-def _after(x: Tensor, dim: int) -> Tensor:
+def after(x: Tensor, dim: int) -> Tensor:
     """Adjoint of `shifted`: each row's successor; that of the last is 0."""
     end = torch.zeros_like(x.narrow(dim, 0, 1))
     return torch.cat((x.narrow(dim, 1, x.shape[dim] - 1), end), dim)
@@ -166,7 +173,7 @@ def _after(x: Tensor, dim: int) -> Tensor:
 class Run:
     """One piece on its way through its chunks, forward and back. Tensors are (B, H, T, …)."""
 
-    def __init__(self, shape: OmegaShape, piece: _Piece) -> None:
+    def __init__(self, shape: OmegaShape, piece: Piece) -> None:
         given, acc = piece.given, shape.acc
         self.shape, self.piece = shape, piece
         self.older = shape.window - 1
@@ -247,7 +254,7 @@ class Run:
         lag = torch.arange(self.shape.window, device=self.k.device)
         return (t + self.older - lag)[None, None]
 
-    def _scans(self, chunk: Chunk) -> _Scans:
+    def _scans(self, chunk: Chunk) -> Scans:
         here = slice(chunk.begin, chunk.end)
         weights = self.weights[:, :, here]
         ones = torch.ones_like(self.step[:, :, here])
@@ -263,9 +270,9 @@ class Run:
             push = momenta @ push
             drop = theta.cumprod(-1)
             carry = (decays @ drop[..., None])[..., 0]
-        return _Scans(decays, momenta, alpha.cumprod(-1), carry, drop, decays @ push, push)
+        return Scans(decays, momenta, alpha.cumprod(-1), carry, drop, decays @ push, push)
 
-    def _as_read(self, scans: _Scans) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _as_read(self, scans: Scans) -> tuple[Tensor, Tensor | None, Tensor]:
         """A, a and P as the reads of each token see them."""
         if not self.shape.read_before:
             return scans.rate, scans.carry, scans.write
@@ -324,7 +331,7 @@ class Run:
         d_write = d_mixed * scores
         d_rate = (d_y * product(q, state)).sum(-1)
         if self.shape.read_before:
-            d_write, d_rate = _after(d_write, 2), _after(d_rate, 2)
+            d_write, d_rate = after(d_write, 2), after(d_rate, 2)
         d_write[:, :, -1] -= (error * along).sum(-1)
         d_rate[:, :, -1] += (d_state * state).sum((-2, -1))
 
@@ -342,7 +349,7 @@ class Run:
             d_push[:, :, -1] = -(error * pushing).sum(-1)
             d_carry = (d_y * product(q, velocity)).sum(-1)
             if self.shape.read_before:
-                d_carry = _after(d_carry, 2)
+                d_carry = after(d_carry, 2)
             d_carry[:, :, -1] += (d_state * velocity).sum((-2, -1))
             d_drop = torch.zeros_like(d_carry)
             d_drop[:, :, -1] = (d_velocity * velocity).sum((-2, -1))
@@ -363,11 +370,10 @@ class Run:
         self._scans_backward(chunk, scans, d_write, d_push, d_rate, d_carry, d_drop)
 
     def _scans_backward(
-        self, chunk: Chunk, scans: _Scans, d_write: Tensor, d_push: Tensor, d_rate: Tensor,
+        self, chunk: Chunk, scans: Scans, d_write: Tensor, d_push: Tensor, d_rate: Tensor,
         d_carry: Tensor | None, d_drop: Tensor | None,
     ) -> None:  # fmt: skip
         """The scans run backwards: gradients of weights, decay and momentum of a chunk."""
-        here = slice(chunk.begin, chunk.end)
         back = scans.decays.mT
         d_write = back @ d_write
         d_rate = (back @ d_rate[..., None])[..., 0]
@@ -375,14 +381,23 @@ class Run:
         d_decay = (d_write * shifted(scans.write, 0, 2)).sum(-1) + d_rate * shifted(
             scans.rate, 1, 2
         )
-        if scans.momenta is not None and d_carry is not None and d_drop is not None:
+        if d_carry is not None and d_drop is not None:
             assert scans.carry is not None
-            assert scans.drop is not None
             d_carry = (back @ d_carry[..., None])[..., 0]
             d_decay = d_decay + d_carry * shifted(scans.carry, 0, 2)
+            d_drop = d_drop + d_carry
+        self._gates_backward(chunk, scans, d_decay, d_push, d_drop)
+
+    def _gates_backward(
+        self, chunk: Chunk, scans: Scans, d_decay: Tensor, d_push: Tensor, d_drop: Tensor | None
+    ) -> None:
+        """The gradients of a chunk's gates from those of its decays, U and B."""
+        here = slice(chunk.begin, chunk.end)
+        if scans.momenta is not None and d_drop is not None:
+            assert scans.drop is not None
             forth = scans.momenta.mT
             d_push = forth @ d_push
-            d_drop = (forth @ (d_drop + d_carry)[..., None])[..., 0]
+            d_drop = (forth @ d_drop[..., None])[..., 0]
             d_theta = (d_push * shifted(scans.push, 0, 2)).sum(-1)
             self.d_theta[:, :, here] = d_theta + d_drop * shifted(scans.drop, 1, 2)
         self.d_decay[:, :, here] = d_decay
@@ -430,7 +445,7 @@ def features(shape: OmegaShape, x: Tensor, coefficients: Tensor | None) -> Tenso
     """φ(x) of x (B, H, T, d), in x's dtype."""
     if shape.feature_map == "identity":
         return x
-    map_ = elementwise(coefficients)
+    map_ = of_coefficients(shape.feature_map, coefficients)
     return polynomial.features(x.transpose(1, 2), coefficients, map_).transpose(1, 2)
 
 
@@ -440,7 +455,8 @@ def features_backward(
     """The gradients of x and of the coefficients; 0 where none are given."""
     if shape.feature_map == "identity":
         return d, 0.0
+    map_ = of_coefficients(shape.feature_map, coefficients)
     d_x, d_coefficients = polynomial.features_backward(
-        d.transpose(1, 2), x.transpose(1, 2), coefficients, elementwise(coefficients)
+        d.transpose(1, 2), x.transpose(1, 2), coefficients, map_
     )
     return d_x.transpose(1, 2), 0.0 if d_coefficients is None else d_coefficients

@@ -17,10 +17,12 @@ import torch
 
 from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
+from ..polynomial.maps import of_coefficients
+from ..polynomial.op import check_no_constant
 
 PACKAGE = __package__
 LOSSES = ("squared", "dot")
-MAPS = ("identity", "elementwise")
+MAPS = ("identity", "elementwise", "symmetric")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class OmegaShape:
     def acc(self) -> torch.dtype:
         """dtype of states, gates and all accumulation."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def pairs(self) -> int:
+        """The width in which ⟨φ(q), φ(k)⟩ of two tokens can be formed.
+
+        Of symmetric features it is Σ_r a_r (q·k)^r.
+        """
+        return self.width if self.feature_map == "symmetric" else self.wide
 
 
 class OmegaTensors(NamedTuple):
@@ -111,27 +121,29 @@ def omega_shape(
             raise TypeError(f"{op}: {name} must be an int, got {type(number).__name__}")
         checks.positive(op, name, number)
     checks.choice(op, "inner_loss", inner_loss, LOSSES)
-    checks.choice(op, "feature_map", feature_map, MAPS)
-    shape = _shape(given, window, chunk_size, inner_loss, feature_map, read_before, concrete)
+    check_features(op, feature_map, q, given.coefficients)
+    shape = unchecked_shape(
+        given, window, chunk_size, inner_loss, feature_map, read_before, concrete
+    )
     _check_gates(op, shape, given)
-    _check_coefficients(op, shape, given.coefficients)
     if given.cu_seqlens is not None:
         checks.cu_seqlens(op, "cu_seqlens", given.cu_seqlens, q.device, q.shape[0], q.shape[1])
     _check_carried(op, shape, given)
     return shape
 
 
-def _shape(
+def unchecked_shape(
     given: OmegaTensors, window: int, chunk_size: int, inner_loss: str, feature_map: str,
     read_before: bool, concrete: bool,
 ) -> OmegaShape:  # fmt: skip
+    """The shape of a call that was checked."""
     k, cu = given.k, given.cu_seqlens
     return OmegaShape(
         batch=k.shape[0] if cu is None else cu.shape[0] - 1,
         tokens=k.shape[1],
         heads=k.shape[2],
         width=k.shape[3],
-        wide=k.shape[3],
+        wide=feature_width(feature_map, k.shape[3], given.coefficients),
         values=given.v.shape[3],
         window=window,
         chunk_size=chunk_size,
@@ -156,29 +168,53 @@ def _check_gates(op: str, shape: OmegaShape, given: OmegaTensors) -> None:
         "window_gates": (given.window_gates, "B T H window"),
     }
     for name, (x, layout) in gates.items():
-        if x is None and name != "step":
-            continue
-        checks.tensor(op, name, x, layout, (shape.acc,))
-        assert x is not None
-        checks.same_device(op, name, x, shape.device)
-        for dim, of in enumerate(("batch", "tokens", "heads")):
-            checks.size(op, name, x, dim, given.q.shape[dim], f"the {of} of q")
+        if x is not None or name == "step":
+            check_gate(op, name, x, layout, given.q)
     if given.window_gates is not None:
         checks.size(op, "window_gates", given.window_gates, 3, shape.window, "window")
 
 
-def _check_coefficients(op: str, shape: OmegaShape, a: torch.Tensor | None) -> None:
+def check_gate(op: str, name: str, x: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
+    """Require a number for each token and head of q (B, T, H, d), or some."""
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    checks.tensor(op, name, x, layout, (acc,))
+    assert x is not None
+    checks.same_device(op, name, x, q.device)
+    for dim, of in enumerate(("batch", "tokens", "heads")):
+        checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
+
+
+def check_features(op: str, feature_map: str, q: torch.Tensor, a: torch.Tensor | None) -> None:
+    """Require a map that q (…, H, d) has features of, and coefficients that go with it."""
+    checks.choice(op, "feature_map", feature_map, MAPS)
+    symmetric = feature_map == "symmetric"
+    if symmetric and q.shape[-1] == 0:
+        raise ValueError(f"{op}: q has width 0, feature_map symmetric needs at least 1")
     if a is None:
         return
-    if shape.feature_map == "identity":
+    if feature_map == "identity":
         raise ValueError(f"{op}: coefficients were given, feature_map is identity")
     layout = "H degree+1" if isinstance(a, torch.Tensor) and a.ndim == 2 else "degree+1"
-    checks.tensor(op, "coefficients", a, layout, (shape.acc,))
-    checks.same_device(op, "coefficients", a, shape.device)
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    checks.tensor(op, "coefficients", a, layout, (acc,))
+    checks.same_device(op, "coefficients", a, q.device)
     if a.ndim == 2:
-        checks.size(op, "coefficients", a, 0, shape.heads, "the heads of q")
-    if a.shape[-1] < 1:
-        raise ValueError(f"{op}: coefficients must hold at least one number")
+        checks.size(op, "coefficients", a, 0, q.shape[-2], "the heads of q")
+    least = 2 if symmetric else 1  # a_0 and a_1, or a_0
+    if a.shape[-1] < least:
+        raise ValueError(
+            f"{op}: coefficients must hold at least {least} numbers for feature_map {feature_map}, "
+            f"got shape {tuple(a.shape)}"
+        )
+    if symmetric:
+        check_no_constant(op, a)
+
+
+def feature_width(feature_map: str, width: int, coefficients: torch.Tensor | None) -> int:
+    """D of keys of a width."""
+    if feature_map == "identity":
+        return width
+    return of_coefficients(feature_map, coefficients).wide(width)
 
 
 def _check_carried(op: str, shape: OmegaShape, given: OmegaTensors) -> None:
@@ -252,15 +288,12 @@ def tails(shape: OmegaShape, given: OmegaTensors) -> tuple[torch.Tensor, ...]:
 
 # ---- operators ----------------------------------------------------------------------------------
 
-_TENSORS = (
+TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor step, Tensor? decay, Tensor? window_gates, "
     "Tensor? momentum, Tensor? coefficients, Tensor? initial_state, Tensor? initial_momentum, "
     "Tensor? tail_k, Tensor? tail_v, Tensor? tail_length, Tensor? cu_seqlens"
 )
-_RULES = (
-    "SymInt window, SymInt chunk_size, str inner_loss, str feature_map, bool read_before, "
-    "str backend"
-)
+RULES = "SymInt window, SymInt chunk_size, str inner_loss, str feature_map, bool read_before"
 _COUNT = len(OmegaTensors._fields)
 
 
@@ -276,7 +309,7 @@ def _call(arguments: Sequence[Any]) -> _Call:
     """No checks: the public function made them, and the operators trust it."""
     given = OmegaTensors(*arguments[:_COUNT])
     window, chunk_size, inner_loss, feature_map, read_before, backend = arguments[_COUNT:]
-    shape = _shape(given, window, chunk_size, inner_loss, feature_map, read_before, True)
+    shape = unchecked_shape(given, window, chunk_size, inner_loss, feature_map, read_before, True)
     return _Call(given, shape, backend)
 
 
@@ -314,15 +347,16 @@ def _flops(call: _Call, backward: bool) -> int:
     shape = call.shape
     tokens = shape.tokens // max(1, shape.batch) if shape.packed else shape.tokens
     a_head = count(
-        tokens, shape.chunk_size, shape.window, shape.wide, shape.values, momentum=shape.momentum
-    )
+        tokens, shape.chunk_size, shape.window, shape.wide, shape.values,
+        momentum=shape.momentum, pairs=shape.pairs,
+    )  # fmt: skip
     return shape.batch * shape.heads * a_head
 
 
 MEMORY_BWD = declare(
     Operator(
         "omega_memory_bwd",
-        f"(Tensor d_y, Tensor d_state, Tensor d_last_momentum, {_TENSORS}, {_RULES}) -> "
+        f"(Tensor d_y, Tensor d_state, Tensor d_last_momentum, {TENSORS}, {RULES}, str backend) -> "
         f"({', '.join(['Tensor'] * DIFFERENTIABLE)})",
         impl=lambda *args: _backward_impl(args[:3], _call(args[3:])),
         fake=lambda *args: _backward_fake(_call(args[3:])),
@@ -346,7 +380,7 @@ def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
 MEMORY_FWD = declare(
     Operator(
         "omega_memory_fwd",
-        f"({_TENSORS}, {_RULES}) -> (Tensor, Tensor, Tensor)",
+        f"({TENSORS}, {RULES}, str backend) -> (Tensor, Tensor, Tensor)",
         impl=lambda *args: _forward_impl(_call(args)),
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),

@@ -88,7 +88,7 @@ def omega_step_(
             `omega_memory`.
         backend: "auto", "eager", "triton" or "cuda". Triton takes d and Dv up to 256, chunks below
             65,536, and is fast where rows are multiples of 16 bytes; fields of the cache whose last
-            dimension is strided are copied, and copied back.
+            dimension is strided are copied, and copied back. The map "symmetric" runs on eager.
 
     Returns:
         y (N, H, Dv), contiguous, v's dtype.

@@ -6,6 +6,9 @@ are copied back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,16 +27,29 @@ def supports(shape: OmegaShape, arch: str) -> str | None:
 
 def fwd(shape: OmegaShape, given: StepTensors, cache: OmegaCache) -> Tensor:
     """y (N, H, Dv) in v's dtype; the cache is written."""
+
+    def join(before: OmegaCache, count: Tensor) -> tuple[Tensor, OmegaCache]:
+        return advance(shape, one_token(given), before, count)
+
+    return in_slots(given, cache, join)
+
+
+def in_slots(
+    given: StepTensors, cache: Any, join: Callable[[Any, Tensor], tuple[Tensor, Any]]
+) -> Tensor:
+    """y (N, H, Dv) in v's dtype of a token that joins the memories in its slots, which are written.
+
+    `join`: of what the slots hold and of a count of 0 or 1, reads (N, 1, H, Dv) and what is then.
+    """
     y = given.v.new_zeros(given.v.shape)
-    if shape.batch == 0 or cache.state.shape[0] == 0:
+    if given.v.shape[0] == 0 or cache.state.shape[0] == 0:
         return y
     live = given.slots >= 0
     place = given.slots.clamp(min=0)
-    before = OmegaCache._make(None if x is None else x[place] for x in cache)
-    read, after = advance(shape, _one_token(given), before, live.long())
+    read, after = join(cache._make(None if x is None else x[place] for x in cache), live.long())
     # A skipped row writes what a live one writes, the same bits to the same place: which rows to
     # leave out is not known on the host. Without any live row, slot 0 gets what it holds.
-    row = torch.arange(shape.batch, device=shape.device)
+    row = torch.arange(len(place), device=place.device)
     writer = torch.where(live, row, live.long().argmax())
     for x, new in zip(cache, after, strict=True):
         if x is not None and new is not None:
@@ -41,7 +57,7 @@ def fwd(shape: OmegaShape, given: StepTensors, cache: OmegaCache) -> Tensor:
     return torch.where(live[:, None, None], read[:, 0].to(y.dtype), y)
 
 
-def _one_token(given: StepTensors) -> OmegaTensors:
+def one_token(given: StepTensors) -> OmegaTensors:
     """Sequences of one token each."""
     rows = (
         given.q, given.k, given.v, given.step, given.decay, given.window_gates, given.momentum

@@ -8,7 +8,7 @@ it writes could not be followed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
 from ..omega.cache import OmegaCache, check_cache, check_int
-from ..omega.op import LOSSES, MAPS, OmegaShape, _check_coefficients
+from ..omega.op import LOSSES, RULES, OmegaShape, check_features, feature_width
 
 PACKAGE = __package__
 
@@ -35,10 +35,18 @@ class StepTensors(NamedTuple):
     coefficients: torch.Tensor | None
 
 
+Cache = tuple[torch.Tensor | None, ...]
+
+
+def check_pool(op: str, shape: OmegaShape, cache: OmegaCache) -> None:
+    """Require slots for the memories of a call."""
+    check_cache(op, shape, cache, pool=True)
+
+
 def step_shape(
     op: str,
     given: StepTensors,
-    cache: OmegaCache,
+    cache: Any,
     *,
     window: int,
     chunk_size: int,
@@ -46,10 +54,12 @@ def step_shape(
     feature_map: str,
     read_before: bool,
     concrete: bool = False,
+    check: Callable[[str, OmegaShape, Any], None] = check_pool,
 ) -> OmegaShape:
     """Check every argument of a call and return its shape. All raising happens here.
 
-    `batch` is the number of rows and `tokens` is 1; `aligned` speaks of the cache too.
+    `batch` is the number of rows and `tokens` is 1; `aligned` speaks of the cache too. `check`: of
+    the cache, of another rule.
     """
     q, k, v = given.q, given.k, given.v
     checks.tensor(op, "q", q, "N H d", checks.FLOATING)
@@ -60,33 +70,43 @@ def step_shape(
     for name, number in (("window", window), ("chunk_size", chunk_size)):
         check_int(op, name, number)
     checks.choice(op, "inner_loss", inner_loss, LOSSES)
-    checks.choice(op, "feature_map", feature_map, MAPS)
+    check_features(op, feature_map, q, given.coefficients)
     rules = (window, chunk_size, inner_loss, feature_map, read_before)
-    shape = _shape(given, cache, *rules, concrete=False)
-
+    for name, x in (("k", k), ("v", v)):
+        _check_rows(op, name, x, q)
     gates = {"step": "N H", "decay": "N H", "momentum": "N H", "window_gates": "N H window"}
-    rows = {"k": k, "v": v}
     for name, layout in gates.items():
-        x = getattr(given, name)
-        if x is not None or name == "step":
-            checks.tensor(op, name, x, layout, (shape.acc,))
-            rows[name] = x
-    for name, x in rows.items():
-        checks.same_device(op, name, x, q.device)
-        for dim, of in enumerate(("rows", "heads")):
-            checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
+        gate = getattr(given, name)
+        if gate is not None or name == "step":
+            check_gate(op, name, gate, layout, q)
     if given.window_gates is not None:
         checks.size(op, "window_gates", given.window_gates, 2, window, "window")
-    _check_coefficients(op, shape, given.coefficients)
-    check_cache(op, shape, cache, pool=True)
-    checks.slots(op, "slots", given.slots, q.device, shape.batch, cache.state.shape[0])
-    _check_writable(op, given, cache)
-    return _shape(given, cache, *rules, concrete=concrete)
+    check(op, unchecked_shape(given, cache, *rules, concrete=False), cache)
+    checks.slots(op, "slots", given.slots, q.device, q.shape[0], cache.state.shape[0])
+    check_writable(op, given._asdict(), cache._asdict())
+    return unchecked_shape(given, cache, *rules, concrete=concrete)
 
 
-def _check_writable(op: str, given: StepTensors, cache: OmegaCache) -> None:
-    written = {f"cache.{name}": x for name, x in cache._asdict().items()}
-    for name, x in (given._asdict() | written).items():
+def check_gate(op: str, name: str, x: torch.Tensor | None, layout: str, q: torch.Tensor) -> None:
+    """Require a number for each row and head of q (N, H, d), or some."""
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    checks.tensor(op, name, x, layout, (acc,))
+    assert x is not None
+    _check_rows(op, name, x, q)
+
+
+def _check_rows(op: str, name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+    checks.same_device(op, name, x, q.device)
+    for dim, of in enumerate(("rows", "heads")):
+        checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
+
+
+def check_writable(
+    op: str, given: dict[str, torch.Tensor | None], cache: dict[str, torch.Tensor | None]
+) -> None:
+    """Refuse what cannot be written in place, and what would lose its gradient by that."""
+    written = {f"cache.{name}": x for name, x in cache.items()}
+    for name, x in (given | written).items():
         if x is None:
             continue
         if torch.is_grad_enabled() and x.requires_grad:
@@ -100,17 +120,18 @@ def _check_writable(op: str, given: StepTensors, cache: OmegaCache) -> None:
             raise ValueError(f"{op}: {name} is expanded, it cannot be written in place")
 
 
-def _shape(
-    given: StepTensors, cache: OmegaCache, window: int, chunk_size: int, inner_loss: str,
+def unchecked_shape(
+    given: StepTensors, cache: Cache, window: int, chunk_size: int, inner_loss: str,
     feature_map: str, read_before: bool, *, concrete: bool,
 ) -> OmegaShape:  # fmt: skip
+    """The shape of a call that was checked."""
     read = (x for x in (*given[:3], *cache[:5]) if x is not None)
     return OmegaShape(
         batch=given.k.shape[0],
         tokens=1,
         heads=given.k.shape[1],
         width=given.k.shape[2],
-        wide=given.k.shape[2],
+        wide=feature_width(feature_map, given.k.shape[2], given.coefficients),
         values=given.v.shape[2],
         window=window,
         chunk_size=chunk_size,
@@ -128,7 +149,7 @@ def _shape(
 
 # ---- operator -----------------------------------------------------------------------------------
 
-_GIVEN = (
+GIVEN = (
     "Tensor q, Tensor k, Tensor v, Tensor slots, Tensor step, Tensor? decay, "
     "Tensor? window_gates, Tensor? momentum, Tensor? coefficients"
 )
@@ -136,10 +157,6 @@ _CACHE = (
     "Tensor(a!) state, Tensor(b!)? state_momentum, Tensor(c!) keys, Tensor(d!) values, "
     "Tensor(e!) residuals, Tensor(f!) write, Tensor(g!)? momentum_write, Tensor(h!) state_decay, "
     "Tensor(i!)? carry, Tensor(j!)? momentum_decay, Tensor(k!) tail_length, Tensor(l!) filled"
-)
-_RULES = (
-    "SymInt window, SymInt chunk_size, str inner_loss, str feature_map, bool read_before, "
-    "str backend"
 )
 _COUNT = len(StepTensors._fields)
 _TENSORS = _COUNT + len(OmegaCache._fields)
@@ -158,7 +175,7 @@ def _call(arguments: Sequence[Any]) -> _Call:
     """No checks: the public function made them, and the operator trusts it."""
     given, cache = StepTensors(*arguments[:_COUNT]), OmegaCache(*arguments[_COUNT:_TENSORS])
     *rules, backend = arguments[_TENSORS:]
-    return _Call(given, cache, _shape(given, cache, *rules, concrete=True), backend)
+    return _Call(given, cache, unchecked_shape(given, cache, *rules, concrete=True), backend)
 
 
 def _impl(call: _Call) -> torch.Tensor:
@@ -174,7 +191,7 @@ def _flops(call: _Call) -> int:
     shape = call.shape
     b = shape.chunk_size
     a_chunk = flops.omega_forward(
-        b, b, shape.window, shape.wide, shape.values, momentum=shape.momentum
+        b, b, shape.window, shape.wide, shape.values, momentum=shape.momentum, pairs=shape.pairs
     )
     return shape.batch * shape.heads * a_chunk // b
 
@@ -186,7 +203,7 @@ def _no_gradient(ctx: Any, *grads: torch.Tensor) -> NoReturn:
 STEP = declare(
     Operator(
         "omega_step_",
-        f"({_GIVEN}, {_CACHE}, {_RULES}) -> Tensor",
+        f"({GIVEN}, {_CACHE}, {RULES}, str backend) -> Tensor",
         impl=lambda *args: _impl(_call(args)),
         fake=lambda *args: args[2].new_empty(args[2].shape),
         flops=lambda *args, **kwargs: _flops(_call(args)),

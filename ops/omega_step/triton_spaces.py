@@ -65,6 +65,8 @@ def bucket(shape: OmegaShape) -> Key:
 
 def refusal(shape: OmegaShape) -> str | None:
     """None, or why no config serves this call."""
+    if shape.feature_map == "symmetric":
+        return "takes the feature maps identity and elementwise, this is symmetric"
     limits = (
         ("chunk_size", shape.chunk_size, MOST_CHUNK),
         ("heads", shape.heads, MOST_HEADS),

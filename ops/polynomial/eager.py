@@ -124,7 +124,7 @@ def features(x: Tensor, coefficients: Tensor | None, map_: FeatureMap) -> Tensor
         parts = [a[r] * wide**r for r in map_.kept]
     else:
         parts = [
-            a[r] ** 0.5 * (_weights(map_, r, x.shape[-1], acc, x.device) * monomials)
+            _root(a[r]) * (_weights(map_, r, x.shape[-1], acc, x.device) * monomials)
             for r, monomials in zip(map_.kept, _kept_monomials(wide, map_), strict=True)
         ]
     return torch.cat(parts, -1).to(x.dtype)
@@ -174,6 +174,14 @@ def _amounts(
         return defaults(map_.degree)
     parts = coefficients.to(acc).unbind(-1)
     return [part if part.ndim == 0 else part[:, None] for part in parts]
+
+
+def _root(a: Tensor | float) -> Tensor | float:
+    """√a; where autograd follows it, as in a chunk in plain torch, a zero has the gradient 0."""
+    if isinstance(a, float):
+        return a**0.5
+    zero = a == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, a).sqrt())
 
 
 @functools.lru_cache(maxsize=64)

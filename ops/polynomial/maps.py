@@ -57,7 +57,12 @@ def defaults(degree: int) -> tuple[float, ...]:
     return tuple(number / sum(numbers) for number in numbers)
 
 
-def elementwise(coefficients: torch.Tensor | None) -> FeatureMap:
-    """The map of numbers by themselves that these coefficients make; None: the default of 2."""
+def kept_of(kind: str, degree: int) -> tuple[int, ...]:
+    """Degrees that have features unless others are asked for: not 0, but where it costs nothing."""
+    return tuple(range(0 if kind == "elementwise" else 1, degree + 1))
+
+
+def of_coefficients(kind: str, coefficients: torch.Tensor | None) -> FeatureMap:
+    """The map of a kind that coefficients a_0, a_1, … make; None: the default of degree 2."""
     degree = 2 if coefficients is None else coefficients.shape[-1] - 1
-    return FeatureMap("elementwise", degree, tuple(range(degree + 1)))
+    return FeatureMap(kind, degree, kept_of(kind, degree))

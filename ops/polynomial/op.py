@@ -22,7 +22,7 @@ import torch
 
 from .. import checks, flops
 from ..dispatch import Operator, declare, resolve
-from .maps import KINDS, FeatureMap
+from .maps import KINDS, FeatureMap, kept_of
 
 PACKAGE = __package__
 
@@ -113,7 +113,7 @@ def arguments(
 def _kept(op: str, kind: str, degree: int, kept: Sequence[int] | None) -> tuple[int, ...]:
     """The degrees that have features."""
     if kept is None:
-        return tuple(range(0 if kind == "elementwise" else 1, degree + 1))
+        return kept_of(kind, degree)
     if not isinstance(kept, (tuple, list)) or not all(type(r) is int for r in kept):
         raise TypeError(f"{op}: kept must be a sequence of ints, got {kept!r}")
     if not kept or sorted({*kept} & {*range(degree + 1)}) != list(kept):
@@ -137,13 +137,18 @@ def _check_coefficients(
             raise ValueError(f"{op}: coefficients are by head, x has no heads: {tuple(x.shape)}")
         checks.size(op, "coefficients", a, 0, x.shape[-2], "the heads of x")
     checks.size(op, "coefficients", a, a.ndim - 1, map_.degree + 1, "degree + 1")
-    # As for packed offsets, values are looked at where that costs no sync.
-    if by_default and 0 not in map_.kept and a.device.type == "cpu" and _has_values(a):
+    if by_default and 0 not in map_.kept:
+        check_no_constant(op, a, f" unless kept says so: kept={(0, *map_.kept)}")
+
+
+def check_no_constant(op: str, a: torch.Tensor, unless: str = "") -> None:
+    """Require a_0 = 0. As for packed offsets, values are looked at where that costs no sync."""
+    if checks.readable(a):
         first = a.detach()[..., 0]
         if bool((first != 0).any()):
             raise ValueError(
-                f"{op}: coefficients[..., 0] is {first.tolist()}, but degree 0 has no features "
-                f"unless kept says so: kept={(0, *map_.kept)}"
+                f"{op}: coefficients[..., 0] is {first.tolist()}, but degree 0 has no features"
+                f"{unless}"
             )
 
 
@@ -164,10 +169,6 @@ def _check_rows(op: str, x: torch.Tensor, g: torch.Tensor | None) -> None:
     checks.same_device(op, "g", g, x.device)
     for dim, of in enumerate(("batch", "tokens", "heads")):
         checks.size(op, "g", g, dim, x.shape[dim], f"the {of} of x")
-
-
-def _has_values(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
 
 
 # ---- operators ----------------------------------------------------------------------------------

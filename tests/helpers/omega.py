@@ -20,7 +20,7 @@ class Case:
 
     `packed`: offsets of sequences in the one row of the batch, NaN behind the last. `carried`: with
     an initial state and, if the window is longer than one token, a tail. `degree`: of elementwise
-    features, with coefficients of each head; None: the identity.
+    features, with coefficients of each head; None: the identity. `symmetric`: of symmetric ones.
     """
 
     batch: int = 2
@@ -35,6 +35,7 @@ class Case:
     gates: bool = True
     carried: bool = False
     degree: int | None = None
+    symmetric: bool = False
     inner_loss: str = "squared"
     read_before: bool = False
     packed: tuple[int, ...] | None = None
@@ -47,6 +48,7 @@ class Case:
             for letter, given in (
                 ("m", self.momentum), ("d", self.decay), ("g", self.gates), ("s", self.carried),
                 ("b", self.read_before), ("p", self.packed), ("e", self.degree),
+                ("y", self.symmetric),
             )
             if given
         )  # fmt: skip
@@ -60,6 +62,13 @@ class Case:
     def sequences(self) -> int:
         """How many states there are."""
         return self.batch if self.packed is None else len(self.packed) - 1
+
+    @property
+    def wide(self) -> int:
+        """Rows of a state."""
+        if not self.symmetric or self.degree is None:
+            return self.width
+        return math.comb(self.width + self.degree, self.degree) - 1
 
     def arguments(self, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """Keyword arguments of `omega_memory`."""
@@ -97,9 +106,11 @@ class Case:
                 x[:, self.packed[-1] :] = float("nan")
         if self.degree is not None:
             given["coefficients"] = between(0.1, 0.5, self.heads, self.degree + 1)
-            given["feature_map"] = "elementwise"
+            given["feature_map"] = "symmetric" if self.symmetric else "elementwise"
+            if self.symmetric:
+                given["coefficients"][:, 0] = 0
         if self.carried:
-            state = (self.sequences, self.heads, self.width, self.values)
+            state = (self.sequences, self.heads, self.wide, self.values)
             given["initial_state"] = normal(*state, to=acc)
             if self.momentum:
                 given["initial_momentum"] = normal(*state, to=acc)

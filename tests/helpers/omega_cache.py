@@ -22,13 +22,14 @@ CARRIED = ("initial_state", "initial_momentum", "tail_k", "tail_v", "tail_length
 def start(case: Case, given: dict[str, Any]) -> OmegaCache:
     """The cache in front of a call's first token."""
     q, rules = given["q"], {"chunk_size": case.chunk_size}
+    features = {name: given[name] for name in ("feature_map", "coefficients") if name in given}
     empty = ops.omega_cache(
         case.batch, case.heads, case.width, case.values, window=case.window,
-        momentum=case.momentum, dtype=q.dtype, device=q.device, **rules,
+        momentum=case.momentum, dtype=q.dtype, device=q.device, **features, **rules,
     )  # fmt: skip
     if "initial_state" not in given:
         return empty
-    left = empty.to_state(window=case.window)
+    left = empty.to_state(window=case.window, **features)
     names = ("state", "momentum", "tail_k", "tail_v", "tail_length")
     found = {name: given.get(of) for name, of in zip(names, CARRIED, strict=True)}
     return OmegaCache.from_state(
@@ -99,9 +100,9 @@ def in_steps(
 
 
 def poisoned_pool(
-    cache: OmegaCache, slots: torch.Tensor,
+    cache: Any, slots: torch.Tensor,
     view: Callable[[torch.Tensor], torch.Tensor] = inputs.embed,
-) -> OmegaCache:  # fmt: skip
+) -> Any:  # fmt: skip
     """A pool with the memories of `cache` in `slots`, NaN in all others and around all of them."""
     pool = []
     for x in cache:
@@ -113,7 +114,7 @@ def poisoned_pool(
             whole = view(whole.fill_(float("nan")))
         whole[slots] = x
         pool.append(whole)
-    return OmegaCache._make(pool)
+    return type(cache)._make(pool)
 
 
 def step_operands(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,13 @@ def both(
     case: Case, seed: int = 0, functions: tuple[Any, Any] = (OP, reference.omega_memory)
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results and gradients of all floating arguments, ours and those of the loops; float64."""
-    given = case.arguments(seed, WIDE, CPU) | {"return_state": True}
+    return both_of(case.arguments(seed, WIDE, CPU) | {"return_state": True}, seed, functions)
+
+
+def both_of(
+    given: dict[str, Any], seed: int = 0, functions: tuple[Any, Any] = (OP, reference.omega_memory)
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same of the arguments of a call."""
     found = []
     for function in functions:
         leaves = contracts.leaves(given)
@@ -92,13 +99,62 @@ CASES = [
     Case(tokens=0, carried=True),
     Case(batch=0),
 ]
+SYMMETRIC = [
+    Case(width=4, symmetric=True, degree=p, window=c, momentum=m, inner_loss=loss, carried=s)
+    for p, c, m, loss, s in (
+        (1, 1, True, "squared", False), (2, 3, True, "squared", True),
+        (2, 1, False, "dot", True), (2, 12, False, "squared", False),
+        (3, 3, True, "dot", False), (3, 1, False, "squared", True),
+    )
+] + [
+    Case(width=3, symmetric=True, degree=4, chunk_size=1, read_before=True, carried=True),
+    Case(width=4, symmetric=True, degree=2, packed=(0, 7, 7, 16), carried=True),
+    Case(width=1, symmetric=True, degree=2, gates=False, decay=False),
+    Case(symmetric=True, degree=2, tokens=0, carried=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + SYMMETRIC, ids=lambda case: case.name)
 def test_gradients(case: Case) -> None:
     """Of every tensor, from y, the state and the tail."""
     got, wanted = both(case)
     assert_near(got, wanted, 1e-11)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_zero_coefficient_drops_its_degree(zero: int) -> None:
+    """Nothing is written to its rows and nothing read; its coefficient has the gradient 0."""
+    case = Case(width=4, symmetric=True, degree=3)
+    given = case.arguments(0, WIDE, CPU) | {"return_state": True}
+    given["coefficients"][:, zero] = 0
+    got, wanted = both_of(given)
+    assert_near(got, wanted, 1e-11)
+    assert not got["d coefficients"][:, [0, zero]].any()
+    kept = [r for r in (1, 2, 3) if r != zero]
+    assert got["d coefficients"][:, kept].all()
+    rows = got["state"].split([math.comb(3 + r, r) for r in (1, 2, 3)], 2)
+    assert [bool(part.any()) for part in rows] == [r != zero for r in (1, 2, 3)]
+
+
+def test_symmetric_features_by_default() -> None:
+    """(0, 1, ½)/1.5, with which a unit key's product with itself is 1; one state, two ways."""
+    case = Case(width=4, symmetric=True, degree=2)
+    given = case.arguments(0, WIDE, CPU)
+    given["coefficients"] = torch.tensor([0, 1, 0.5], dtype=WIDE) / 1.5
+    said = OP(**given, return_state=True)
+    del given["coefficients"]
+    got = OP(**given, return_state=True)
+    assert_near(named(got), named(said), 1e-14)
+    assert_near(named(got), named(reference.omega_memory(**given, return_state=True)), 1e-12)
+
+
+def test_the_state_is_that_of_polynomial_reads() -> None:
+    """Rows in the order of `polynomial_features`, so that it can be read without a token."""
+    case = Case(width=4, symmetric=True, degree=3)
+    given = case.arguments(0, WIDE, CPU)
+    y, left = OP(**given, return_state=True)
+    read = ops.polynomial_read(given["q"], left.state, given["coefficients"], degree=3)
+    torch.testing.assert_close(read[:, -1], y[:, -1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [0.0, 1 - 1e-7, float(torch.tensor(-30.0).exp()), 1.0])
@@ -174,7 +230,14 @@ def test_packed_sequences_are_separate_ones() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", [Case(carried=True), Case(degree=2, chunk_size=4)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(carried=True), Case(degree=2, chunk_size=4),
+        Case(width=4, symmetric=True, degree=2, carried=True),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_narrow_types(case: Case, dtype: torch.dtype) -> None:
     """By the yardstick of plain torch in the same dtype."""
 
@@ -200,6 +263,7 @@ EXACT = [
 ] + [
     Case(tokens=50, window=6, momentum=False),
     Case(degree=2, carried=True),
+    Case(width=4, symmetric=True, degree=2, carried=True),
     Case(packed=(0, 7, 7, 16), carried=True),
     Case(tokens=0, carried=True),
 ]  # fmt: skip
@@ -239,7 +303,10 @@ def test_exact_in_narrow_types_and_under_autocast() -> None:
 
 # ---- as torch sees it ---------------------------------------------------------------------------
 
-CALLS = [Case(carried=True), Case(momentum=False, gates=False, packed=(0, 9, 19)), Case(degree=2)]
+CALLS = [
+    Case(carried=True), Case(momentum=False, gates=False, packed=(0, 9, 19)), Case(degree=2),
+    Case(symmetric=True, degree=2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
@@ -252,7 +319,7 @@ def test_contracts(case: Case) -> None:
     contracts.check_repeatable(lambda: tuple(contracts.forward_backward(call, given).values()), 2)
 
 
-@pytest.mark.parametrize("case", [CALLS[0], CALLS[2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CALLS[0], *CALLS[2:]], ids=lambda case: case.name)
 def test_fullgraph(case: Case) -> None:
     given = case.arguments(0, torch.float32, CPU) | {"return_state": True}
 
@@ -298,6 +365,15 @@ def test_flops() -> None:
     assert flops.omega_forward(19, 8, 3, 6, 5, momentum=True) == forward
     assert flops.omega_backward(19, 8, 3, 6, 5, momentum=True) == backward
     assert counter.get_total_flops() == 4 * (forward + backward)
+
+
+def test_flops_of_symmetric_features() -> None:
+    """Products of two tokens are those of their keys: a chunk of 8, width 6 and 27 features."""
+    given = Case(tokens=8, symmetric=True, degree=2, momentum=False).arguments(0, WIDE, CPU)
+    with FlopCounterMode(display=False) as counter:
+        OP(**given)
+    b, n = 8, 10
+    assert counter.get_total_flops() == 4 * ((2 * b + 4 * n) * 27 * 5 + 2 * b * n * (6 + 5))
 
 
 def test_autocast_casts_queries_keys_and_values_alone() -> None:
@@ -351,6 +427,17 @@ def test_more_errors() -> None:
         OP(**given, coefficients=torch.ones(2))
     with pytest.raises(ValueError, match="feature_map must be one of"):
         OP(**given, feature_map="cubic")
+    symmetric = {"feature_map": "symmetric"}
+    with pytest.raises(ValueError, match=r"coefficients\[..., 0\] is 1.0, but degree 0 has no"):
+        OP(**given, **symmetric, coefficients=torch.ones(3))
+    with pytest.raises(ValueError, match="coefficients must hold at least 2 numbers"):
+        OP(**given, **symmetric, coefficients=torch.zeros(1))
+    with pytest.raises(ValueError, match="coefficients has size 3 in dimension 0"):
+        OP(**given, **symmetric, coefficients=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="initial_state has size 6 in dimension 2, expected 27"):
+        OP(**given, **symmetric, initial_state=torch.zeros(2, 2, 6, 5))
+    with pytest.raises(ValueError, match="q has width 0"):
+        OP(**given | {name: given[name][..., :0] for name in "qk"}, **symmetric)
     with pytest.raises(ValueError, match="tail_length was given without"):
         OP(**given, tail_length=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens needs batch size 1"):

@@ -25,7 +25,7 @@ def arguments(
     given = case.arguments(seed, dtype, device)
     acc = WIDE if dtype == WIDE else torch.float32
     source = inputs.generator(seed + 100, device)
-    state = torch.randn(case.batch, case.heads, case.width, case.values, generator=source)
+    state = torch.randn(case.batch, case.heads, case.wide, case.values, generator=source)
     chunk = {
         name: x[:, older:] if isinstance(x, torch.Tensor) and x.ndim > 2 else x
         for name, x in given.items()
@@ -63,6 +63,7 @@ CASES = [
 ] + [
     (Case(tokens=9, gates=False, decay=False, momentum=False), 2),
     (Case(tokens=9, degree=3), 2),
+    (Case(tokens=9, width=4, degree=2, symmetric=True), 2),
     (Case(tokens=9, degree=2, momentum=False), 1),
     (Case(tokens=1, window=1), 0),
     (Case(batch=0, tokens=9), 1),

@@ -76,6 +76,8 @@ CASES = [
     Case(degree=3, carried=True),
     Case(degree=0, window=12, chunk_size=4, carried=True),
     Case(degree=2, read_before=True, inner_loss="dot", momentum=False),
+    Case(width=4, symmetric=True, degree=2, carried=True),
+    Case(width=3, symmetric=True, degree=3, chunk_size=4, momentum=False),
     Case(window=12, chunk_size=4, carried=True, batch=5),
 ]  # fmt: skip
 
@@ -90,8 +92,9 @@ def test_options(case: Case) -> None:
     assert_near(in_steps(case, given, starts), wanted, 1e-12)
 
 
-def test_default_coefficients() -> None:
-    case = Case(degree=2)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_default_coefficients(symmetric: bool) -> None:
+    case = Case(width=4, degree=2, symmetric=symmetric)
     given = case.arguments(1, WIDE, CPU)
     del given["coefficients"]
     wanted = reference.omega_memory(**given, return_state=True)
@@ -191,6 +194,7 @@ DIFFERENTIATED = [
     Case(window=6, chunk_size=2, carried=True, degree=2),
     Case(momentum=False, inner_loss="dot", read_before=True, decay=False, gates=False),
     Case(tokens=40, chunk_size=4),
+    Case(width=4, window=6, chunk_size=2, symmetric=True, degree=2),
 ]
 
 
@@ -210,6 +214,22 @@ def test_gradients_of_pieces(case: Case) -> None:
     for name, x in contracts.forward_backward(literal, given).items():
         gap = (got[name].double() - x.double()).norm()
         assert gap <= 1e-11 * max(1.0, float(x.double().norm())), (name, gap)
+
+
+def test_a_zero_coefficient_has_the_gradient_zero() -> None:
+    """Through plain torch, too, where a root would have none."""
+    case = Case(width=4, symmetric=True, degree=3)
+    given = case.arguments(0, WIDE, CPU)
+    given["coefficients"][0, 2] = 0
+
+    def call(**given: Any) -> torch.Tensor:
+        return in_pieces(case, given, (3, 14))[0]
+
+    got = contracts.forward_backward(call, given)
+    wanted = contracts.forward_backward(lambda **x: reference.omega_memory(**x)[0], given)
+    for name, x in wanted.items():
+        assert (got[name] - x).norm() <= 1e-11 * max(1.0, float(x.norm())), name
+    assert not got["d coefficients"][0, 2]
 
 
 @pytest.mark.parametrize("degree", [None, 2])

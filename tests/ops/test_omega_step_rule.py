@@ -81,13 +81,14 @@ def test_narrow_keys_are_taken_as_they_are(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0)
 
 
-def test_features_are_those_of_the_memory() -> None:
+@pytest.mark.parametrize("map_", ["elementwise", "symmetric"])
+def test_features_are_those_of_the_memory(map_: str) -> None:
     k, gate = 2 * unit(2, 20, 2, 3), gates(2, 20, 2)
     a = 0.5 + gates(2, 3, seed=5)
-    got = ops.omega_step_size(
-        k, gate, chunk_size=8, feature_map="elementwise", coefficients=a
-    )  # fmt: skip
-    torch.testing.assert_close(got, literal(k, gate, 8, [0], "elementwise", a))
+    if map_ == "symmetric":
+        a[:, 0] = 0
+    got = ops.omega_step_size(k, gate, chunk_size=8, feature_map=map_, coefficients=a)
+    torch.testing.assert_close(got, literal(k, gate, 8, [0], map_, a))
 
 
 def test_gradcheck() -> None:

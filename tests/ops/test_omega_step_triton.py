@@ -453,6 +453,7 @@ def test_supports() -> None:
                     assert reason(arch, dtype=dtype, momentum=momentum, **changes) is None, changes
     assert "width of features up to 256, this is 257" in str(reason(width=257))
     assert "width of v up to 256, this is 257" in str(reason(values=257))
+    assert "identity and elementwise, this is symmetric" in str(reason(feature_map="symmetric"))
     assert "takes chunk_size up to 65535, this is 65536" in str(reason(chunk_size=65536))
     assert "takes heads up to 32767, this is 32768" in str(reason(heads=32768))
 

@@ -107,6 +107,33 @@ def test_dot_loss_is_gated_linear_attention(chunk_size: int) -> None:
     torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_symmetric_features_are_their_kernel(degree: int) -> None:
+    """The dot loss is then attention with Σ_r a_r (q·k)^r, and errors are kernel regression's."""
+    given = arguments(window=1) | {"window_gates": None, "momentum": None, "decay": None}
+    a = torch.rand(H, degree + 1, dtype=WIDE)
+    a[:, 0] = 0
+    rules = {"feature_map": "symmetric", "coefficients": a}
+    dots = torch.einsum("bthd,bihd->bhti", given["q"], given["k"])
+    keys = torch.einsum("bthd,bihd->bhti", given["k"], given["k"])
+
+    def kernel(x: Tensor) -> Tensor:
+        return sum(a[:, r, None, None] * x**r for r in range(degree + 1))
+
+    weights = (kernel(dots) * given["step"].transpose(1, 2)[:, :, None]).tril()
+    wanted = (weights @ given["v"].transpose(1, 2)).transpose(1, 2)
+    y, _ = omega_memory(**given, **rules, inner_loss="dot")
+    torch.testing.assert_close(y, wanted, rtol=1e-11, atol=1e-11)
+
+    # Chunks of one: r_t = Σ_{i<t} κ(k_t, k_i) c_i − v_t, c_t = −step_t r_t.
+    y, _ = omega_memory(**given, **rules, chunk_size=1)
+    value, step = given["v"].transpose(1, 2), given["step"].transpose(1, 2)
+    system = torch.eye(T, dtype=WIDE) + kernel(keys).tril(-1) * step[:, :, None]
+    error = torch.linalg.solve(system, value)
+    wanted = ((kernel(dots) * step[:, :, None]).tril() @ error).transpose(1, 2)
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_full_window_is_gradient_descent_on_all_tokens() -> None:
     given = arguments(window=T) | {"decay": None, "momentum": None}
     given["window_gates"] = torch.ones(B, T, H, T, dtype=WIDE)
