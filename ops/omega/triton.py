@@ -12,27 +12,34 @@
 | `hopper_bwd`        | both walks of its backward                                          |
 | `hopper_gradients`  | its gradients                                                       |
 | `triton_tables`     | weights of reads, for the kernels for Hopper                        |
+| `triton_symmetric`  | forward on symmetric features, which are never in memory            |
 | `triton_gates_back` | gradients of gates, from those that these leave                     |
 
-Launchers are in `triton_forward`, `triton_backward`, `hopper_forward` and `hopper_backward`, config
-spaces in `triton_spaces`; what kernels share is in `triton_chunks`. `groups` cuts the sequences of
-few heads into groups of chunks that walk side by side.
+Launchers are in `triton_forward`, `triton_backward`, `hopper_forward`, `hopper_backward` and
+`symmetric`, config spaces in `triton_spaces` and `symmetric_spaces`; what kernels share is in
+`triton_chunks`. `groups` cuts the sequences of few heads into groups of chunks that walk side by
+side.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...autotune.space import Device, choose
+from ...autotune.space import Device, Space, choose
 from .. import triton_runtime as runtime
+from . import symmetric_spaces
 from .hopper_backward import HopperBackward
 from .hopper_forward import HopperForward
 from .op import OmegaShape, OmegaTensors
+from .symmetric import SymmetricForward
+from .symmetric_spaces import SPACE_SYMMETRIC
 from .triton_backward import Backward
 from .triton_forward import Call
 from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
+__all__ = [
+    "SPACE_BWD", "SPACE_FWD", "SPACE_SYMMETRIC", "bwd", "fwd", "spaces", "supports", "yields",
+]  # fmt: skip
 
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -46,15 +53,35 @@ def supports(shape: OmegaShape, arch: str) -> str | None:
         return "Triton's interpreter computes bfloat16 wrongly"
     if arch != "cpu" and Device.of(shape.device).capability < 80:
         return f"{arch} is older than sm_80"
-    reason = refusal(shape)
-    space = SPACE_BWD if shape.backward else SPACE_FWD
-    if reason is None and not space.fitting(bucket(shape), Device.of(shape.device)):
+    reason = symmetric_spaces.refusal(shape) if _symmetric(shape) else refusal(shape)
+    space = spaces(shape)["bwd" if shape.backward else "fwd"] if reason is None else None
+    if space is not None and not space.fitting(space.bucket(shape), Device.of(shape.device)):
         reason = f"no config fits into the shared memory of {arch}"
     return reason
 
 
+def yields(shape: OmegaShape, arch: str) -> str | None:
+    """None, or why "auto" goes past these kernels though they can run the call."""
+    if _symmetric(shape) and arch != "cpu":
+        return "its kernels on symmetric features have not been checked on a GPU yet"
+    return None
+
+
+def spaces(shape: OmegaShape) -> dict[str, Space]:
+    """The config spaces of a call's passes."""
+    if _symmetric(shape):
+        return {"fwd": SPACE_SYMMETRIC}
+    return {"fwd": SPACE_FWD, "bwd": SPACE_BWD}
+
+
+def _symmetric(shape: OmegaShape) -> bool:
+    return shape.feature_map == "symmetric"
+
+
 def fwd(shape: OmegaShape, given: OmegaTensors) -> Results:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token, S with momentum."""
+    if _symmetric(shape):
+        return SymmetricForward(shape, given).results()
     config = choose(SPACE_FWD, bucket(shape), Device.of(shape.device))
     if config.get("HOPPER"):
         return HopperForward(shape, given, config=config).results()

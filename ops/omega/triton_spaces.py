@@ -145,8 +145,6 @@ def parts_of(shape: OmegaShape) -> int:
 
 def refusal(shape: OmegaShape) -> str | None:
     """None, or why no config serves this call."""
-    if shape.feature_map == "symmetric":
-        return "takes the feature maps identity and elementwise, this is symmetric"
     shape = walked(shape)
     limits = (
         ("chunk_size", shape.chunk_size, MOST_CHUNK),

@@ -19,6 +19,7 @@ from .. import triton_runtime as runtime
 from ..triton_runtime import LEAST, padded
 from . import omega_memory, triton
 from .op import OmegaShape, OmegaTensors
+from .symmetric_spaces import SPACE_SYMMETRIC
 from .triton_spaces import FEW_WALKS, LEAST_LENGTH, NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD, TILE
 
 
@@ -39,6 +40,7 @@ class Problem:
     window: int = 4
     chunk_size: int = 64
     momentum: bool = False
+    symmetric: bool = False
     dtypes: tuple[str, ...] = ("bf16",)
     judged: bool = False
 
@@ -48,7 +50,8 @@ class Problem:
         long as sequences have to be for the groups that this one may be cut into.
         """
         walks = self.batch * self.heads * -(-self.width // TILE)
-        cut = walks <= FEW_WALKS and self.chunk_size == TILE and not self.momentum
+        cut = walks <= FEW_WALKS and self.chunk_size == TILE
+        cut = cut and not (self.momentum or self.symmetric)
         longer = TILE * LEAST_LENGTH if cut else 0
         few = replace(self, batch=2, tokens=197 + longer, heads=3, judged=True)
         return few, replace(few, batch=1, tokens=299 + longer, heads=9)
@@ -57,6 +60,7 @@ class Problem:
     def call(self) -> dict[str, Any]:
         """Keyword arguments beyond the tensors."""
         rules: dict[str, Any] = {"window": self.window, "chunk_size": self.chunk_size}
+        rules |= {"feature_map": "symmetric"} if self.symmetric else {}
         return rules | ({"return_state": True} if self.judged else {})
 
     @property
@@ -107,15 +111,18 @@ def problem(
     window: int = 4,
     chunk_size: int = 64,
     momentum: int = 0,
+    symmetric: int = 0,
     function: str = OP,
 ) -> Problem:
-    """The problem of these sizes; `function`: "omega_memory"."""
+    """The problem of these sizes; `symmetric`: 1 for symmetric features; `function`:
+    "omega_memory".
+    """
     if function != OP:
         raise ValueError(f"function must be {OP}, got {function!r}")
     words = [f"B{B}", f"T{T}", f"H{H}", f"D{D}", f"window{window}", f"chunk{chunk_size}"]
-    words.append("momentum" if momentum else "")
+    words += ["momentum" if momentum else "", "symmetric" if symmetric else ""]
     name = "-".join(filter(None, words))
-    return Problem(name, B, T, H, D, window, chunk_size, bool(momentum))
+    return Problem(name, B, T, H, D, window, chunk_size, bool(momentum), bool(symmetric))
 
 
 PROBLEMS = (
@@ -125,8 +132,9 @@ PROBLEMS = (
     Problem("T8k-D64-chunk16", 4, 8192, 16, 64, chunk_size=16),
     Problem("T8k-D64-momentum", 4, 8192, 16, 64, momentum=True),
     Problem("T2k-D64-fp32", 4, 2048, 16, 64, dtypes=("fp32",)),
+    Problem("T8k-D64-symmetric", 4, 8192, 16, 64, symmetric=True),
 )
-SPACES = (SPACE_FWD, SPACE_BWD)
+SPACES = (SPACE_FWD, SPACE_BWD, SPACE_SYMMETRIC)
 
 
 # ---- compile reports ----------------------------------------------------------------------------
@@ -163,6 +171,8 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
+    ("walk_symmetric", 64): (728, 1664),
+    ("reads_symmetric", 64): (0, 96),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
     ("chain", "momentum"): (0, 64),
@@ -219,6 +229,14 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
 def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
     """Configs, and what each is compiled for."""
+    if space is SPACE_SYMMETRIC:
+        shape = _compile_shape(feature_map="symmetric", wide=WIDTHS[0] * (WIDTHS[0] + 3) // 2)
+        default = space.default(space.bucket(shape), device)
+        yield default, shape
+        if not quick:
+            yield default, replace(shape, packed=True, batch=3, aligned=False)
+            yield from ((config, shape) for config in space.fitting(space.bucket(shape), device))
+        return
     served: set[Config] = set()
     variants = [
         rules | {"aligned": aligned}
@@ -284,7 +302,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
         given["cu_seqlens"] = meta(shape.batch + 1, dtype=torch.int32)
     tensors = OmegaTensors(**given)
     with use_config(space, config), runtime.record_launches() as sources:
-        if space.pass_ == "fwd":
+        if space.pass_.startswith("fwd"):
             triton.fwd(shape, tensors)
         else:
             triton.bwd(shape, x, state, state if shape.momentum else None, tensors)
@@ -301,7 +319,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    scalar = ("omega_gates", "omega_edges", "omega_gates_back")
+    scalar = ("omega_gates", "omega_edges", "omega_gates_back", "repack")
     if source.name in scalar or (
         source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
     ):
@@ -317,7 +335,7 @@ def _max_stack(source: KernelSource, shape: OmegaShape, wgmma: bool) -> int:
     kernel = source.name.removeprefix("omega_")
     if source.constexprs.get("OLDER"):
         kernel += " of older keys"
-    kind: int | str = padded(shape.wide)
+    kind: int | str = padded(shape.width)
     if shape.momentum:
         kind = "momentum"
     if shape.dtype == torch.float32:

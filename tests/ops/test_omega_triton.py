@@ -507,8 +507,6 @@ def test_supports() -> None:
     assert "takes window − 1 up to 64, this is 65" in str(reason(chunk_size=100, window=66))
     assert "width of features up to 128, this is 129" in str(reason(width=129))
     assert "width of v up to 256, this is 257" in str(reason(values=257))
-    symmetric = reason(width=4, degree=2, symmetric=True)
-    assert symmetric == "takes the feature maps identity and elementwise, this is symmetric"
     assert "shared memory of sm_86" in str(
         reason(FP32, "sm_86", width=128, values=128, chunk_size=128, window=65)
     )
@@ -519,10 +517,6 @@ def test_refusals_reach_the_caller() -> None:
     with pytest.raises(ValueError, match="'triton' cannot run this call: takes chunk_size up to"):
         OP(**given | {"chunk_size": 200})
     assert ops.explain(OP.func, **given | {"chunk_size": 200}, backend="triton").backend is None
-    symmetric = one(tokens=3, width=4, degree=2, symmetric=True).arguments(0, FP32, CPU)
-    with pytest.raises(ValueError, match="takes the feature maps identity and elementwise"):
-        OP(**symmetric)
-    assert "symmetric" in ops.explain(OP.func, **symmetric, backend="triton").refused["triton"]
     half = one(tokens=3).arguments(0, torch.bfloat16, CPU)
     with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
         OP(**half)

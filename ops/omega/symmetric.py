@@ -1,0 +1,158 @@
+"""Launches of the forward on symmetric features up to degree 2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...autotune.space import Config, Device, Space, choose
+from .. import triton_runtime as runtime
+from ..alloc import empty
+from ..polynomial.maps import defaults
+from ..triton_runtime import padded
+from .op import OmegaShape, OmegaTensors
+from .symmetric_spaces import KERNELS, SPACE_SYMMETRIC, bucket
+from .triton_forward import Call, known_window, strides
+from .triton_spaces import OP
+
+REPACK_CONFIG = Config.make(4, 1, "fma")
+
+
+class SymmetricForward(Call):
+    """One call's results, kernel after kernel. Of the gates' and sizes' point of view its keys are
+    features themselves, as `Call` has them.
+    """
+
+    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
+        space: Space = SPACE_SYMMETRIC
+        config = choose(space, bucket(shape), Device.of(shape.device))
+        plain = replace(shape, feature_map="identity", wide=shape.width)
+        super().__init__(plain, given, space, config)
+        self.wide = shape.wide
+        a = given.coefficients
+        pairs = shape.wide > shape.width
+        steps = 1 + (padded(shape.width) // 2 + 1) * pairs
+        self.weights = {
+            "a": a,
+            "stride_ah": a.stride(0) if a is not None and a.ndim == 2 else 0,
+            "stride_ar": 0 if a is None else a.stride(-1),
+        }
+        self.rows = {
+            "PAIRS": pairs,
+            "WIDTH": shape.width,
+            "VALUES": shape.values,
+            "P": padded(shape.width),
+            "V": config["V"],
+        }
+        self.steps = {"STEPS": steps}
+        self.blocks = -(-shape.values // config["V"])
+        self.defaults = {"DEFAULTS": defaults(2) if a is None else None}
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """y, and M after the last token."""
+        self.gates()
+        packed = self._pack()
+        looked, errors = self._walk(packed)
+        return self._reads(looked, errors), self._repack(packed), None
+
+    def _pack(self) -> torch.Tensor:
+        shape = self.shape
+        heads = shape.batch * shape.heads * self.blocks
+        size = (heads, self.steps["STEPS"], self.rows["P"], self.rows["V"])
+        initial = self.starts()["initial_state"]
+        if initial is None:
+            return torch.zeros(size, dtype=torch.float32, device=self.device)
+        packed = self.empty(*size)
+        self._launch_repack(packed, initial, pack=True)
+        return packed
+
+    def _repack(self, packed: torch.Tensor) -> torch.Tensor:
+        shape = self.shape
+        state = self.empty(shape.batch, shape.heads, self.wide, shape.values)
+        self._launch_repack(packed, state, pack=False)
+        return state
+
+    def _launch_repack(self, packed: torch.Tensor, state: torch.Tensor, *, pack: bool) -> None:
+        arguments = {"packed": packed, "state": state}
+        constants = {"PACK": pack, "WIDE": self.wide, **self.rows, **self.steps}
+        programs = packed.shape[0] * packed.shape[1]
+        kernel = (KERNELS, "repack")
+        runtime.launch(OP, kernel, programs, self.device, REPACK_CONFIG, arguments, constants)
+
+    def _walk(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """φ(q) M of every token, M at its chunk's begin, and R of every chunk's keys."""
+        shape, config = self.shape, self.config
+        looked = self.empty(*self.given.v.shape)
+        keys = self.halo + self.flags["CHUNK"]
+        errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
+        arguments: dict[str, Any] = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "q_columns": self.q.permute(0, 2, 3, 1).contiguous(),
+            "k_columns": self.k.permute(0, 2, 3, 1).contiguous(),
+            **self.older,
+            "cu": self.given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "ends": self.edges["ends"],
+            **self.weights,
+            "packed": packed,
+            "looked": looked,
+            "errors": errors,
+            **self.sizes,
+            **strides("q", self.q),
+            **strides("k", self.k),
+            **strides("v", self.v),
+        }
+        names = ("DOT", "PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "PRECISION")
+        constants = {name: self.flags[name] for name in names} | self.rows | self.steps
+        constants |= {
+            **self.defaults,
+            "ANCHOR": shape.dtype.itemsize == 2,
+            "STAGES": config.num_stages,
+        }
+        programs = shape.batch * shape.heads * self.blocks
+        kernel = (KERNELS, "omega_walk_symmetric")
+        runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
+        return looked, errors
+
+    def _reads(self, looked: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+        """y; the padding behind packed sequences is 0."""
+        shape, config = self.shape, self.config
+        y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
+        if shape.packed:
+            y.zero_()
+        sums = {name: self.sums[name] for name in ("whole", "rest", "band")}
+        arguments: dict[str, Any] = {
+            "q": self.q,
+            "k": self.k,
+            "tail_k": self.older["tail_k"],
+            "tail_length": self.older["tail_length"],
+            "cu": self.given.cu_seqlens,
+            **self.weights,
+            **sums,
+            "looked": looked,
+            "errors": errors,
+            "y": y,
+            **self.sizes,
+            **strides("q", self.q),
+            **strides("k", self.k),
+        }
+        names = ("PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "PRECISION")
+        constants = {name: self.flags[name] for name in names} | self.rows
+        constants |= {
+            **self.defaults,
+            "DECAY": shape.decay,
+            "BEFORE": shape.read_before,
+            "WINDOW": known_window(shape),
+            "GATES_PRECISION": self.gates_precision,
+            "V": config["READ_V"],
+        }
+        blocks = -(-shape.values // config["READ_V"])
+        programs = self.slots * shape.heads * blocks
+        launched = Config.make(config["READ_WARPS"], 1)
+        kernel = (KERNELS, "omega_reads_symmetric")
+        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        return y

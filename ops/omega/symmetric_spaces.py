@@ -1,0 +1,124 @@
+"""Config space of the forward on symmetric features: columns of the memory, and of the reads.
+
+V, `num_warps` and `num_stages` are those of the walk along the sequence, READ_V and READ_WARPS of
+the reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...autotune.space import Config, Device, Key, Space
+from ..triton_runtime import padded
+from .op import PACKAGE, OmegaShape
+from .triton_spaces import OP, halo_of, rows_of, walked
+
+KERNELS = f"{PACKAGE}.triton_symmetric"
+MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
+
+
+class SymmetricBucket(NamedTuple):
+    """What a choice of config depends on.
+
+    Attributes:
+        size: bytes of an element.
+        width, values: of a key and of a value, padded.
+        chunk: rows of a tile that holds a chunk.
+        halo: older tokens that a chunk sees, padded; 0 without any.
+        heads: of all sequences, rounded up to a power of two.
+    """
+
+    size: int
+    width: int
+    values: int
+    chunk: int
+    halo: int
+    heads: int
+
+
+def bucket(shape: OmegaShape) -> Key:
+    """The `SymmetricBucket` of a call."""
+    shape = walked(shape)
+    return SymmetricBucket(
+        shape.dtype.itemsize,
+        padded(shape.width),
+        padded(shape.values),
+        rows_of(shape.chunk_size),
+        halo_of(shape),
+        1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
+    )
+
+
+def refusal(shape: OmegaShape) -> str | None:
+    """None, or why no config serves this call."""
+    shape, width = walked(shape), shape.width
+    if shape.wide not in (width, width + width * (width + 1) // 2):
+        return "takes symmetric features up to degree 2"
+    if shape.momentum:
+        return "has no momentum on symmetric features"
+    if shape.backward:
+        return "has no backward on symmetric features"
+    limits = (
+        ("the width of q", shape.width, MOST_WIDTH),
+        ("chunk_size", shape.chunk_size, MOST_CHUNK),
+        ("window − 1", shape.window - 1, min(MOST_HALO, shape.chunk_size)),
+        ("the width of v", shape.values, MOST_VALUES),
+    )
+    for name, length, most in limits:
+        if length > most:
+            return f"takes {name} up to {most} on symmetric features, this is {length}"
+    return None
+
+
+def _fits(config: Config, key: Key, device: Device) -> str | None:
+    bucket = SymmetricBucket(*key)
+    for tile in ("V", "READ_V"):
+        if config[tile] > bucket.values:
+            return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    rows = bucket.chunk + bucket.halo
+    # Columns of x by one, the memory's tile, and what it is multiplied with.
+    shared = bucket.size * (
+        config["V"] * (2 * bucket.width * config.num_stages + rows) + 4 * rows * bucket.width
+    )
+    if shared + 1024 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
+def _config(columns: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
+    return Config.make(warps, stages, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
+
+
+def _default(key: Key, device: Device) -> Config:
+    """The widest columns of a walk that still leave no multiprocessor without one."""
+    bucket = SymmetricBucket(*key)
+    fitting = SPACE_SYMMETRIC.fitting(key, device)
+    if not fitting:
+        raise ValueError(f"{SPACE_SYMMETRIC.name}: no config fits {bucket} on {device.arch}")
+
+    def worth(config: Config) -> tuple[bool, int, int]:
+        programs = bucket.heads * -(-bucket.values // config["V"])
+        full = programs >= 0.75 * device.multiprocessors
+        return full, config["V"] if full else -config["V"], config["READ_V"]
+
+    return max(fitting, key=worth)
+
+
+SPACE_SYMMETRIC: Space = Space(
+    op=OP,
+    pass_="fwd_symmetric",
+    backend="triton",
+    configs=(
+        _config(16, 4, 2, 16),
+        _config(16, 4, 2, 64),
+        _config(32, 4, 2, 32),
+        _config(32, 4, 2, 64),
+        _config(32, 4, 3, 64),
+        _config(32, 8, 2, 64),
+        _config(64, 8, 2, 64),
+    ),
+    fits=_fits,
+    bucket=bucket,
+    default=_default,
+    sources=(KERNELS, f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_chunks"),
+)

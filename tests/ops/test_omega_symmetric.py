@@ -1,0 +1,104 @@
+"""The Omega rule on symmetric features: Triton's forward under the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fastweights import ops, reference
+from fastweights.autotune import Config, use_config
+from fastweights.autotune.compile import target_device
+from fastweights.autotune.space import assume_device
+from fastweights.ops.omega import triton as backend
+from helpers import oracle
+from helpers.omega import Case, shape_of
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compiled kernels run instead, see test_omega_gpu.py"
+    ),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+CASE = Case(
+    batch=2, tokens=19, heads=2, width=6, values=5, chunk_size=8, momentum=False, degree=2,
+    symmetric=True,
+)  # fmt: skip
+CASES = [
+    CASE,
+    CASE.but(window=1, gates=False, decay=False),
+    CASE.but(carried=True),
+    CASE.but(packed=(0, 5, 5, 14), carried=True),
+    CASE.but(read_before=True, width=17, values=18, batch=1, carried=True),
+    CASE.but(inner_loss="dot", chunk_size=100, carried=True),
+    CASE.but(degree=1, carried=True),
+]
+OP = partial(ops.omega_memory, backend="triton", return_state=True)
+LITERAL = partial(reference.omega_memory, return_state=True)
+
+
+def check(case: Case, dtype: torch.dtype = FP32, **changes: Any) -> None:
+    def arguments(seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        return case.arguments(seed, dtype, device) | changes
+
+    oracle.check_op(OP, LITERAL, arguments, dtype, CPU, seeds=(0,), grads=False, label=case.name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward(case: Case) -> None:
+    check(case)
+
+
+def test_forward_in_fp16() -> None:
+    check(CASE.but(window=4, batch=1), torch.float16)
+
+
+@pytest.mark.parametrize("coefficients", [None, (0.0, 0.7, 0.0), (0.0, 0.0, 0.4)])
+def test_weights(coefficients: tuple[float, ...] | None) -> None:
+    """Those of the defaults; and degrees that have none keep what memory they began with."""
+    a = None if coefficients is None else torch.tensor(coefficients)
+    check(CASE.but(batch=1, carried=True), coefficients=a)
+
+
+@pytest.mark.parametrize("config", backend.SPACE_SYMMETRIC.configs, ids=lambda config: config.name)
+def test_every_config(config: Config) -> None:
+    with use_config(backend.SPACE_SYMMETRIC, config):
+        check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11))
+
+
+# ---- what it takes, and what not ----------------------------------------------------------------
+
+
+def reason(**changes: Any) -> str | None:
+    case = CASE.but(batch=1, tokens=3, heads=1, width=4).but(**changes)
+    with assume_device(target_device("sm_90")):
+        return backend.supports(shape_of(case.arguments(0, torch.bfloat16, CPU)), "sm_90")
+
+
+def test_supports() -> None:
+    for changes in ({}, {"degree": 1}, {"width": 64, "values": 256}, {"chunk_size": 64}):
+        assert reason(**changes) is None, changes
+    assert "symmetric features up to degree 2" in str(reason(degree=3))
+    assert "has no momentum on symmetric features" in str(reason(momentum=True))
+    assert "the width of q up to 64 on symmetric features, this is 65" in str(reason(width=65))
+    assert "takes chunk_size up to 64" in str(reason(chunk_size=65))
+    assert "takes window − 1 up to 8 on symmetric features, this is 9" in str(reason(window=10))
+
+
+def test_auto_waits_for_a_check_on_a_gpu() -> None:
+    shape = shape_of(CASE.arguments(0, torch.bfloat16, CPU))
+    assert "have not been checked on a GPU yet" in str(backend.yields(shape, "sm_90"))
+    assert backend.yields(shape_of(Case().arguments(0, FP32, CPU)), "sm_90") is None
+
+
+def test_there_is_no_backward() -> None:
+    given = CASE.arguments(0, FP32, CPU)
+    given["q"].requires_grad_()
+    y, _ = OP(**given)
+    with pytest.raises(ValueError, match="has no backward on symmetric features"):
+        y.sum().backward()
