@@ -12,9 +12,10 @@ from .family import Family
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
 from .omega_step import OMEGA_STEP
+from .polynomial import POLYNOMIAL
 
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP)
+    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL)
 }
 
 

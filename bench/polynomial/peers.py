@@ -1,0 +1,56 @@
+"""What users do without fused products: features to memory, then `torch.bmm`; and a copy.
+
+Both expand by our own `polynomial_features`, whose forward is held to a copy's rate: in plain torch
+the features alone would take longer than all of this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import polynomial_features
+from ..family import Contender, Work
+from .cases import READ, PolynomialCase
+from .ours import Inputs
+
+NAMES = {
+    "copy": "`y.copy_(x)` of as many bytes as the features have",
+    "expanded": "`polynomial_features`, then `torch.bmm`",
+}
+
+
+def contenders(case: PolynomialCase, names: tuple[str, ...]) -> list[Contender]:
+    """The peers of a case among `names`."""
+    built = {
+        "copy": Contender("copy", case, "copy", _copy, modes=("fwd",), checked=False),
+        "expanded": Contender("expanded", case, case.function, _expanded),
+    }
+    return [built[name] for name in case.peers if name in names]
+
+
+def _copy(case: PolynomialCase, inputs: Inputs) -> Work:
+    x = torch.randn_like(inputs.d_out)
+    y = torch.empty_like(x)
+
+    def forward() -> tuple[Tensor, ...]:
+        return (y.copy_(x),)
+
+    return Work(forward, {}, (inputs.d_out,))
+
+
+def expanded(case: PolynomialCase, leaves: dict[str, Tensor], backend: str = "auto") -> Tensor:
+    """A read or an update by the features in memory; products run in the dtype of x."""
+    phi = polynomial_features(leaves["x"], backend=backend)
+    phi = phi.transpose(1, 2).flatten(0, 1)  # (B · H, T, D)
+    heads = (case.batch, case.heads)
+    if case.function == READ:
+        out = torch.bmm(phi, leaves["state"].to(phi.dtype).flatten(0, 1))
+        return out.unflatten(0, heads).transpose(1, 2)
+    g = leaves["g"].transpose(1, 2).flatten(0, 1)
+    out = torch.bmm(phi.mT, g).to(torch.promote_types(phi.dtype, torch.float32))
+    return out.unflatten(0, heads)
+
+
+def _expanded(case: PolynomialCase, inputs: Inputs) -> Work:
+    return Work(lambda: (expanded(case, inputs.leaves),), inputs.leaves, (inputs.d_out,))
