@@ -21,6 +21,7 @@ class OmegaCase(Case):
         window, chunk_size: of the rule.
         momentum: whether there is an S.
         l2norm: keys and queries arrive as a projection leaves them, and are normalised in the call.
+        symmetric: of symmetric features of degree 2 instead of keys themselves.
     """
 
     op: ClassVar[str] = "omega"
@@ -32,14 +33,17 @@ class OmegaCase(Case):
     chunk_size: int = 64
     momentum: bool = False
     l2norm: bool = False
+    symmetric: bool = False
     contenders: tuple[str, ...] = field(default=(OURS,), kw_only=True)
     peers: tuple[str, ...] = field(default=PEERS, kw_only=True)
 
     def flops(self, mode: str) -> int:
         """Useful floating-point operations of "fwd" or "bwd"."""
         count = flops.omega_forward if mode == "fwd" else flops.omega_backward
-        sizes = (self.tokens, self.chunk_size, self.window, self.width, self.width)
-        return self.batch * self.heads * count(*sizes, momentum=self.momentum)
+        wide = self.width * (self.width + 3) // 2 if self.symmetric else self.width
+        sizes = (self.tokens, self.chunk_size, self.window, wide, self.width)
+        a_head = count(*sizes, momentum=self.momentum, pairs=self.width)
+        return self.batch * self.heads * a_head
 
     def bytes(self, mode: str) -> int:
         """Compulsory bytes.
@@ -65,12 +69,28 @@ class OmegaCase(Case):
             "chunk_size": self.chunk_size,
             "momentum": "yes" if self.momentum else None,
             "l2norm": "yes" if self.l2norm else None,
+            "symmetric": "yes" if self.symmetric else None,
         }
 
     def small(self) -> OmegaCase:
         """The same rules on two heads of one row, the last chunk a ragged one."""
         tokens = min(self.tokens, max(2 * self.chunk_size + self.chunk_size // 3, 100))
         return replace(self, batch=1, heads=min(self.heads, 2), tokens=tokens)
+
+
+@dataclass(frozen=True)
+class MatmulCase(OmegaCase):
+    """What is counted of a large product of square matrices, whose rate is what tensor cores do."""
+
+    side: int = 8192
+
+    def flops(self, mode: str) -> int:
+        """Of the product."""
+        return flops.matmul(self.side, self.side, self.side)
+
+    def bytes(self, mode: str) -> int:
+        """Of the three matrices."""
+        return 3 * self.side**2 * self.torch_dtype.itemsize
 
 
 def _gpu_cases() -> list[OmegaCase]:
@@ -92,6 +112,11 @@ def _gpu_cases() -> list[OmegaCase]:
             peers=("eager", "compiled"),
         ),
         replace(
+            d64, name="omega-d64-symmetric", suites=("extra",), symmetric=True, modes=("fwd",),
+            peers=("matmul", "eager"),
+            targets=(Target(OURS, "fwd", "matmul", 0.18, 0.25, 0.31, measure="rate"),),
+        ),
+        replace(
             d128, name="omega-d128-l2norm", suites=("extra",), l2norm=True,
             peers=("eager", "fla"),
         ),
@@ -107,6 +132,14 @@ def _cpu_cases() -> list[OmegaCase]:
         replace(base, name="cpu-omega-d64", suites=("headline",), tokens=1024, heads=4, width=64),
         replace(base, name="cpu-omega-chunk16", suites=("headline",), chunk_size=16),
         replace(base, name="cpu-omega-momentum", suites=("headline",), momentum=True),
+        replace(
+            base,
+            name="cpu-omega-symmetric",
+            suites=("headline",),
+            width=8,
+            symmetric=True,
+            modes=("fwd",),
+        ),
         replace(base, name="cpu-omega-bf16", suites=("extra",), dtype="bf16", l2norm=True),
     ]
 

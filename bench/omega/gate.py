@@ -38,7 +38,8 @@ def everything(case: OmegaCase, inputs: Inputs, got: Named) -> Results:
         return reference.omega_memory(**operands(case, given), **rules(case))[0]
 
     truth = _differentiated(literally, _wide(inputs.leaves), inputs.d_out)
-    return Results(got, truth, _differentiated(literally, inputs.leaves, inputs.d_out))
+    plain = _differentiated(literally, inputs.leaves, inputs.d_out)
+    return Results(got, {name: truth[name] for name in got}, plain)
 
 
 def sample(function: str, case: OmegaCase, inputs: Inputs, got: Named) -> Results:
@@ -64,7 +65,7 @@ def sample(function: str, case: OmegaCase, inputs: Inputs, got: Named) -> Result
     else:
         calls = [
             lambda given: omega_memory(**operands(case, given), **rules(case), backend="eager")[0],
-            lambda given: chunked(**operands(case, given), **rules(case)),
+            lambda given: _plain(case, given),
         ]
     truth = _differentiated(calls[0], _wide(leaves), d_out)
     plain = _differentiated(calls[1], leaves, d_out)
@@ -82,6 +83,12 @@ def _gated_delta(case: OmegaCase) -> Callable[[Named], Tensor]:
         )[0]
 
     return call
+
+
+def _plain(case: OmegaCase, given: Named) -> Tensor:
+    if case.symmetric:  # the maps of `chunked` would be D × D
+        return omega_memory(**operands(case, given), **rules(case), backend="eager")[0]
+    return chunked(**operands(case, given), **rules(case))
 
 
 def _wide(leaves: Named) -> Named:

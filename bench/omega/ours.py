@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ...ops import omega_memory
+from ..cases import MODES
 from ..family import Contender, Work, explained
 from .cases import OmegaCase
 
@@ -69,7 +70,8 @@ def operands(case: OmegaCase, leaves: dict[str, Tensor]) -> dict[str, Any]:
 
 def rules(case: OmegaCase) -> dict[str, Any]:
     """What is not a tensor."""
-    return {"window": case.window, "chunk_size": case.chunk_size}
+    given: dict[str, Any] = {"window": case.window, "chunk_size": case.chunk_size}
+    return given | ({"feature_map": "symmetric"} if case.symmetric else {})
 
 
 def call(case: OmegaCase, inputs: Inputs, backend: str) -> Work:
@@ -93,6 +95,10 @@ def contenders(case: OmegaCase, backends: tuple[str, ...]) -> list[Contender]:
             return work
 
         mark = "" if backend == backends[0] else f" [{backend}]"
-        return Contender(f"{case.contenders[0]}{mark}", case, "omega", build, ours=True)
+        # Over symmetric features no kernel has a backward, and plain torch's is for small calls.
+        modes = case.modes if case.symmetric else MODES
+        return Contender(
+            f"{case.contenders[0]}{mark}", case, "omega", build, ours=True, modes=modes
+        )
 
     return [builder(backend) for backend in backends]

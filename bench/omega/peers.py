@@ -28,13 +28,14 @@ from torch.nn.functional import pad
 
 from ..cases import MODES
 from ..family import Contender, Work
-from .cases import OmegaCase
+from .cases import MatmulCase, OmegaCase
 from .ours import Inputs, call, operands, rules
 
 NAMES = {
     "eager": "the op's eager backend: chunk after chunk in torch",
     "compiled": "all chunks in torch as one graph, under torch.compile",
     "fla": "chunk_gated_delta_rule of flash-linear-attention: no window",
+    "matmul": "one large torch.matmul: the rate of tensor cores",
 }
 # flash-linear-attention #640: its gated backward refuses to run on Hopper with these Tritons.
 _BROKEN = ((3, 4, 0), (3, 7, 1))  # from, and lifted by
@@ -122,18 +123,35 @@ def available(name: str, case: OmegaCase) -> str | None:
 
 def contenders(case: OmegaCase, names: tuple[str, ...]) -> list[Contender]:
     """The peers of a case among `names`."""
-    return [
-        Contender(
-            name=name,
-            case=case,
-            function="gated delta" if name == "fla" else "omega",
-            build=_BUILD[name],
-            reason=available(name, case),
-            modes=("fwd",) if name == "fla" and _backward_refuses() else MODES,
-        )
-        for name in case.peers
-        if name in names
-    ]
+    found = []
+    for name in case.peers:
+        if name == "matmul" and name in names:
+            counted = MatmulCase(**vars(case))
+            found.append(Contender(name, counted, name, _matmul, modes=("fwd",), checked=False))
+        elif name in names:
+            refuses = name == "fla" and _backward_refuses()
+            found.append(
+                Contender(
+                    name=name,
+                    case=case,
+                    function="gated delta" if name == "fla" else "omega",
+                    build=_BUILD[name],
+                    reason=available(name, case),
+                    modes=("fwd",) if refuses else case.modes if case.symmetric else MODES,
+                )
+            )
+    return found
+
+
+def _matmul(case: MatmulCase, inputs: Inputs) -> Work:
+    size = (case.side, case.side)
+    a, b = (torch.randn(size, device=inputs.d_out.device).to(case.torch_dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def forward() -> tuple[Tensor, ...]:
+        return (torch.matmul(a, b, out=out),)
+
+    return Work(forward, {}, (inputs.d_out,))
 
 
 def _eager(case: OmegaCase, inputs: Inputs) -> Work:

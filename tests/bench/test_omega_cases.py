@@ -28,6 +28,7 @@ TINY = replace(
 )  # fmt: skip
 KINDS = [TINY, replace(TINY, momentum=True), replace(TINY, l2norm=True, chunk_size=32)]
 NAMES = ["plain", "momentum", "l2norm"]
+SYMMETRIC = replace(TINY, symmetric=True, width=6, modes=("fwd",))
 
 # Asked for: (B, H, D, chunk_size, momentum), T = 8192, bf16, a window of 4.
 TABLE = {
@@ -117,7 +118,7 @@ def test_torch_counts_the_flops_of_the_case(case):
 @pytest.mark.parametrize("case", OMEGA.cases, ids=lambda case: case.name)
 def test_small_case_keeps_the_rules_and_a_ragged_chunk(case):
     small = case.small()
-    rules = ("width", "window", "chunk_size", "momentum", "l2norm", "dtype")
+    rules = ("width", "window", "chunk_size", "momentum", "l2norm", "symmetric", "dtype")
     assert all(getattr(small, name) == getattr(case, name) for name in rules)
     assert small.tokens % case.chunk_size
     assert small.tokens > 2 * case.chunk_size
@@ -273,6 +274,43 @@ def test_fla_has_no_backward_on_hopper_with_some_tritons(capability, version, re
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     (contender,) = OMEGA.others(CASES["omega-d64"], ("fla",), "model")
     assert contender.modes == (("fwd",) if refuses else ("fwd", "bwd", "memory"))
+
+
+# ---- symmetric features -------------------------------------------------------------------------
+
+
+def test_a_case_of_symmetric_features_counts_what_was_issued():
+    """[2b + 4n]·D·Dv + 4bn·d a chunk, D = 2,144 of 64; its rate is held to a product's."""
+    case = CASES["omega-d64-symmetric"]
+    b, n, d = 64, 67, 64
+    assert case.flops("fwd") == 4 * 16 * 128 * ((2 * b + 4 * n) * 2144 * d + 4 * b * n * d)
+    assert (case.batch, case.tokens, case.heads, case.modes) == (4, 8192, 16, ("fwd",))
+    (target,) = case.targets
+    assert (target.against, target.measure) == ("matmul", "rate")
+    assert (target.floor, target.good, target.aim) == (0.18, 0.25, 0.31)
+    (matmul,) = OMEGA.others(case, ("matmul",), "model")
+    assert matmul.case.flops("fwd") == 2 * 8192**3
+    assert not matmul.checked
+
+
+def test_rows_of_symmetric_features():
+    case = replace(SYMMETRIC, peers=("matmul", "eager"))
+    found = OMEGA.contenders(case)
+    found = [replace(c, case=replace(c.case, side=64)) if c.name == "matmul" else c for c in found]
+    options = runner.Options(device=CPU, seed=3, seconds=0.01)
+    rows = {row["contender"]: row for row in runner.run_case(case, found, options)}
+    assert {row["mode"] for row in rows.values()} == {"fwd"}
+    assert all(row["status"] == "ok" for row in rows.values()), rows
+    assert rows["matmul"]["flops"] == 2 * 64**3
+    assert rows[OURS]["flops"] == case.flops("fwd")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_symmetric_features_pass_the_gate_and_spoiled_ones_fail(dtype):
+    case = SYMMETRIC.in_dtype(dtype)
+    assert _check(OMEGA.ours(case, ("auto",))[0]).ok
+    verdict = _check(_spoiled(lambda y: y * 1.03, case))
+    assert [line.partition(":")[0] for line in verdict.failures] == ["small out", "full size out"]
 
 
 # ---- our rows and the gate ----------------------------------------------------------------------
