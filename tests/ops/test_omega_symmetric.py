@@ -71,6 +71,18 @@ def test_every_config(config: Config) -> None:
         check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11))
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_read_is_the_features_times_the_state(backend: str) -> None:
+    """Rows of a state are in the order of `polynomial_features`: nothing written, all read."""
+    given = CASE.arguments(0, FP32, CPU)
+    _, left = ops.omega_memory(**given, return_state=True, backend=backend)
+    again = {name: x for name, x in given.items() if name != "decay"}
+    again |= {"step": torch.zeros_like(given["step"]), "initial_state": left.state}
+    y, _ = ops.omega_memory(**again, backend=backend)
+    phi = ops.polynomial_features(given["q"], given["coefficients"])
+    torch.testing.assert_close(y, torch.einsum("bthd,bhdv->bthv", phi, left.state))
+
+
 # ---- what it takes, and what not ----------------------------------------------------------------
 
 
