@@ -110,7 +110,6 @@ class SymmetricForward(Call):
         constants = {name: self.flags[name] for name in names} | self.rows | self.steps
         constants |= {
             **self.defaults,
-            "ANCHOR": shape.dtype.itemsize == 2,
             "STAGES": config.num_stages,
         }
         programs = shape.batch * shape.heads * self.blocks

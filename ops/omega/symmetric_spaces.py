@@ -76,9 +76,9 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
     rows = bucket.chunk + bucket.halo
-    # Columns of x by one, the memory's tile, and what it is multiplied with.
+    # x of queries, keys and those before, by halves; a tile on its way, and what it is made of.
     shared = bucket.size * (
-        config["V"] * (2 * bucket.width * config.num_stages + rows) + 4 * rows * bucket.width
+        6 * rows * bucket.width + 2 * config["V"] * (bucket.width * (config.num_stages + 1) + rows)
     )
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
@@ -115,7 +115,6 @@ SPACE_SYMMETRIC: Space = Space(
         _config(32, 4, 2, 64),
         _config(32, 4, 3, 64),
         _config(32, 8, 2, 64),
-        _config(64, 8, 2, 64),
     ),
     fits=_fits,
     bucket=bucket,

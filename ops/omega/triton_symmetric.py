@@ -1,4 +1,4 @@
-"""Forward of the Omega rule on symmetric features up to degree 2, which are never in memory.
+"""Forward of the Omega rule on symmetric features up to degree 2, which are never formed.
 
     repack                   a memory in rows of the features' order, or in tiles as the walk has it
     omega_walk_symmetric     along a sequence: the memory tile after tile, what its chunks' queries
@@ -6,16 +6,17 @@
     omega_reads_symmetric    every chunk by itself: what queries find, and what its tokens wrote
 
 The memory of a head is too large for a multiprocessor and lies in the L2 cache, in the tiles of
-`polynomial.triton_rows`: features of a tile, but for their weights, are products of a column of x
-with the rest of it. A tile is loaded and stored once a chunk: what the chunk before wrote is added
-on the way, just before this one's tokens look at it.
+`polynomial.triton_rows`. Features of step s are, but for their weights, x_s x_c from column s on,
+and x_{H+s} x_{H+c} before it: a product of x with the rows of a tile from s on, scaled by x_s, and
+one of the upper half of x with the others, scaled by x_{H+s}. So x itself, of queries and of keys,
+stays where products take it from through a whole chunk. A tile is loaded and stored once a chunk:
+what the chunk before wrote is added on the way, just before this one's tokens look at it.
 """
 
 import triton
 import triton.language as tl
 
 from ..polynomial.triton_rows import coefficient, root, row_of
-from ..polynomial.triton_state import anchored, beside, halves, step_features
 from .triton_chunks import (
     SIZES,
     load_older,
@@ -66,20 +67,6 @@ def repack(
 
 
 @triton.jit
-def _upper_squares(high, T: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
-    """Features of the squares of the upper half."""
-    return beside(tl.zeros_like(high), high * high, T, 2 * H).to(dtype)
-
-
-@triton.jit
-def _pairs_down(x, partner, low, high, s, dtype: tl.constexpr):
-    """`step_features` transposed, [P, tokens]: of x and what stands beside its columns."""
-    keep = (tl.arange(0, x.shape[0]) >= s)[:, None]
-    factor = tl.where(keep, low[None, :], high[None, :])
-    return (factor * tl.where(keep, x, partner)).to(dtype)
-
-
-@triton.jit
 def _column(columns, of_head, rows, there, s, tokens, WIDTH: tl.constexpr):
     """Column s of tokens `rows`, 0 past the last column. columns: (B, H, WIDTH, tokens)."""
     at = (of_head * WIDTH + s) * tokens + rows
@@ -126,58 +113,51 @@ def _weight(
 
 
 @triton.jit
-def _tiles_down(x, upper, ANCHOR: tl.constexpr, H: tl.constexpr):
-    """x [tokens, P] transposed, and what stands beside its columns: the other column of a pair in
-    the halves, for the upper half itself. `upper`: x from column H on. ANCHOR: as `anchored`.
-    """
-    P: tl.constexpr = 2 * H
-    c = tl.arange(0, P)
-    partner = tl.trans(tl.where((c < H)[None, :], upper, x))
-    x = tl.trans(x)
-    if ANCHOR:
-        unit = (c[:, None] == c[None, :]).to(x.dtype)
-        x = tl.dot(unit, x)
-        partner = tl.dot(unit, partner)
-    return x.to(tl.float32), partner.to(tl.float32)
-
-
-@triton.jit
 def _cells(memory, s, P: tl.constexpr, V: tl.constexpr):
     return memory + s * (P * V) + tl.arange(0, P)[:, None] * V + tl.arange(0, V)[None, :]
 
 
 @triton.jit
-def _look(
-    memory, s, weight, tokens, found,
+def _found(x, upper, low, high, from_s, before_s, PRECISION: tl.constexpr):
+    """What tokens with columns `low` and `high` find in a tile's rows from s on, and before."""
+    found = low[:, None] * tl.dot(x, from_s, input_precision=PRECISION)
+    return found + high[:, None] * tl.dot(upper, before_s, input_precision=PRECISION)
+
+
+@triton.jit
+def _written(x, W, factor, acc, PRECISION: tl.constexpr):
+    """Features of tokens, transposed, times what each writes: xᵀ (factor ∘ W)."""
+    rows = (factor[:, None] * W).to(x.dtype)
+    return tl.dot(tl.trans(x), rows, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _whole_step(
+    memory, s, weight, rate, writes, tokens, found,
     DOT: tl.constexpr, HALO: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of the memory adds to what has been found: keys, older ones and queries, by their
-    features without weights.
-    """
+    """A step whose features are one tile: what the chunk before wrote, then what tokens find."""
+    before, W, older_before, W_older = writes
     keys, older, queries = tokens
     R, R_older, Y = found
-    low = (weight[:, None] * tl.load(_cells(memory, s, P, V))).to(queries.dtype)
+    dtype: tl.constexpr = keys.dtype
+    cells = _cells(memory, s, P, V)
+    tile = rate * tl.load(cells)
+    written = tl.dot(tl.trans(before), W.to(dtype), input_precision=PRECISION)
+    if HALO > 0:
+        written = tl.dot(
+            tl.trans(older_before), W_older.to(dtype), written, input_precision=PRECISION
+        )
+    tile -= weight[:, None] * written
+    tl.store(cells, tile)
+    low = (weight[:, None] * tile).to(dtype)
     if not DOT:
         R = tl.dot(keys, low, R, input_precision=PRECISION)
         if HALO > 0:
             R_older = tl.dot(older, low, R_older, input_precision=PRECISION)
     Y = tl.dot(queries, low, Y, input_precision=PRECISION)
     return R, R_older, Y
-
-
-@triton.jit
-def _write(
-    memory, s, weight, rate, keys, W, older, W_older,
-    HALO: tl.constexpr, P: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A tile of the memory at a chunk's end."""
-    cells = _cells(memory, s, P, V)
-    tile = rate * tl.load(cells)
-    written = tl.dot(keys, W, input_precision=PRECISION)
-    if HALO > 0:
-        written = tl.dot(older, W_older, written, input_precision=PRECISION)
-    tl.store(cells, tile - weight[:, None] * written)
 
 
 @triton.jit(do_not_specialize=WALK_RUNTIME)
@@ -193,8 +173,7 @@ def omega_walk_symmetric(
     DOT: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, DEFAULTS: tl.constexpr, CHUNK: tl.constexpr,
     HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, P: tl.constexpr,
-    V: tl.constexpr, STEPS: tl.constexpr, ANCHOR: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    V: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """V columns of the memory of one head of one sequence, through all of its chunks.
 
@@ -204,7 +183,6 @@ def omega_walk_symmetric(
     HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first.
     """
     H: tl.constexpr = P // 2
-    OLDER: tl.constexpr = HALO if HALO > 0 else CHUNK
     v0, head, sequence, batch, begin, end, slot0, count = place_walk(
         cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
     )
@@ -218,139 +196,128 @@ def omega_walk_symmetric(
     t = tl.arange(0, CHUNK)
     i = tl.arange(0, HALO) if HALO > 0 else t
     e = v0 + tl.arange(0, V)
-    for number in tl.range(0, count, num_stages=1):
+    inside = (e < VALUES)[None, :]
+    rate = tl.full([], 1.0, tl.float32)
+    W = tl.zeros([CHUNK, V], tl.float32)
+    W_older = tl.zeros([HALO, V], tl.float32) if HALO > 0 else W
+    for number in tl.range(0, count + 1, num_stages=1):
         first = begin + number * chunk
-        there = t < tl.minimum(chunk, end - first)
-        at = (slot0 + number).to(tl.int64) * heads + head
+        before = first - chunk  # the chunk whose writes are added
+        more = number < count
+        there = (t < tl.minimum(chunk, end - first)) & more
+        there_before = (t < tl.minimum(chunk, end - before)) & (number > 0)
         kt = load_rows(
             k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, P, ALIGNED
         )
-        k_low, k_high = halves(anchored(kt, ANCHOR, P), CHUNK, H)
+        k_upper = load_rows(
+            k, batch, head, first + t, there, H, stride_kb, stride_kt, stride_kh, WIDTH, P, ALIGNED
+        )
         qt = load_rows(
             q, batch, head, first + t, there, 0, stride_qb, stride_qt, stride_qh, WIDTH, P, ALIGNED
         )
-        q_low, q_high = halves(anchored(qt, ANCHOR, P), CHUNK, H)
+        q_upper = load_rows(
+            q, batch, head, first + t, there, H, stride_qb, stride_qt, stride_qh, WIDTH, P, ALIGNED
+        )
+        bt = load_rows(
+            k, batch, head, before + t, there_before, 0, stride_kb, stride_kt, stride_kh, WIDTH, P,
+            ALIGNED,
+        )  # fmt: skip
+        b_upper = load_rows(
+            k, batch, head, before + t, there_before, H, stride_kb, stride_kt, stride_kh, WIDTH, P,
+            ALIGNED,
+        )  # fmt: skip
         vt = load_rows(
             v, batch, head, first + t, there, v0, stride_vb, stride_vt, stride_vh, VALUES, V,
             ALIGNED,
         )  # fmt: skip
         R = -vt.to(tl.float32)
         Y = tl.zeros([CHUNK, V], tl.float32)
-        o_low = k_low
-        o_high = k_high
         R_older = R
+        ot = kt
+        ot_before = bt
         if HALO > 0:
-            kt = load_older(
+            ot = load_older(
                 k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, 0,
                 stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
-            o_low, o_high = halves(anchored(kt, ANCHOR, P), HALO, H)
+            o_upper = load_older(
+                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, H,
+                stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            ot_before = load_older(
+                k, tail_k, tail_length, sequence, batch, head, heads, before, begin, older, 0,
+                stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
+            o_upper_before = load_older(
+                k, tail_k, tail_length, sequence, batch, head, heads, before, begin, older, H,
+                stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
+            )  # fmt: skip
             vt = load_older(
                 v, tail_v, tail_length, sequence, batch, head, heads, first, begin, older, v0,
                 stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             R_older = -vt.to(tl.float32)
-
-        # All tokens look at the memory.
         if PAIRS:
             for s in tl.range(0, H, num_stages=STAGES):
-                low = _column(k_columns, of_head, first + t, there, s, tokens, WIDTH)
-                high = _column(k_columns, of_head, first + t, there, s + H, tokens, WIDTH)
-                of_keys = step_features(s, low, high, k_low, k_high, CHUNK, H).to(dtype)
+                cells = _cells(memory, s, P, V)
+                tile = rate * tl.load(cells)
+                low = _column(k_columns, of_head, before + t, there_before, s, tokens, WIDTH)
+                high = _column(k_columns, of_head, before + t, there_before, s + H, tokens, WIDTH)
+                nothing = tl.zeros([P, V], tl.float32)
+                from_s = _written(bt, W, low, nothing, PRECISION)
+                before_s = _written(b_upper, W, high, nothing, PRECISION)
+                if HALO > 0:
+                    low, high = _older_columns(
+                        k_columns, tail_k, tail_length, sequence, head, heads, of_head, before,
+                        begin, older, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
+                    )  # fmt: skip
+                    from_s = _written(ot_before, W_older, low, from_s, PRECISION)
+                    before_s = _written(o_upper_before, W_older, high, before_s, PRECISION)
+                keep = (c >= s)[:, None]
+                weight = _weight(a, s, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
+                tile -= weight[:, None] * tl.where(keep, from_s, before_s)
+                tl.store(cells, tile)
+                tile = weight[:, None] * tile
+                from_s = tl.where(keep, tile, 0.0).to(dtype)
+                before_s = tl.where(keep, 0.0, tile).to(dtype)
+                if not DOT:
+                    low = _column(k_columns, of_head, first + t, there, s, tokens, WIDTH)
+                    high = _column(k_columns, of_head, first + t, there, s + H, tokens, WIDTH)
+                    R += _found(kt, k_upper, low, high, from_s, before_s, PRECISION)
+                    if HALO > 0:
+                        low, high = _older_columns(
+                            k_columns, tail_k, tail_length, sequence, head, heads, of_head, first,
+                            begin, older, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
+                        )  # fmt: skip
+                        R_older += _found(ot, o_upper, low, high, from_s, before_s, PRECISION)
                 low = _column(q_columns, of_head, first + t, there, s, tokens, WIDTH)
                 high = _column(q_columns, of_head, first + t, there, s + H, tokens, WIDTH)
-                of_queries = step_features(s, low, high, q_low, q_high, CHUNK, H).to(dtype)
-                of_older = of_keys
-                if HALO > 0:
-                    low, high = _older_columns(
-                        k_columns, tail_k, tail_length, sequence, head, heads, of_head, first,
-                        begin, older, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
-                    )  # fmt: skip
-                    of_older = step_features(s, low, high, o_low, o_high, HALO, H).to(dtype)
-                weight = _weight(a, s, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
-                R, R_older, Y = _look(
-                    memory, s, weight, (of_keys, of_older, of_queries), (R, R_older, Y),
-                    DOT, HALO, P, V, PRECISION,
-                )  # fmt: skip
+                Y += _found(qt, q_upper, low, high, from_s, before_s, PRECISION)
+            # Squares of the lower half have no weight here: they were among the pairs.
             weight = _weight(a, H, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
-            squares = (
-                _upper_squares(k_high, CHUNK, H, dtype),
-                _upper_squares(o_high, OLDER, H, dtype),
-                _upper_squares(q_high, CHUNK, H, dtype),
-            )
-            R, R_older, Y = _look(
-                memory, H, weight, squares, (R, R_older, Y), DOT, HALO, P, V, PRECISION
-            )
-        numbers = _weight(a, H + 1, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
-        themselves = (
-            beside(k_low, k_high, CHUNK, P).to(dtype),
-            beside(o_low, o_high, OLDER, P).to(dtype),
-            beside(q_low, q_high, CHUNK, P).to(dtype),
-        )
-        R, R_older, Y = _look(
-            memory, STEPS - 1, numbers, themselves, (R, R_older, Y), DOT, HALO, P, V, PRECISION
-        )
-        to = (((batch * tokens + first + t).to(tl.int64) * heads + head) * VALUES)[:, None]
-        tl.store(looked + to + e[None, :], Y, mask=there[:, None] & (e < VALUES)[None, :])
-
-        # Keys write what they have found, once all have looked.
-        tl.debug_barrier()
-        place = at * (HALO + CHUNK)
-        write = tl.load(writes + place + HALO + t)
-        W = (write[:, None] * R).to(dtype)
-        to = (place + HALO + t)[:, None] * VALUES + e[None, :]
-        inside = (e < VALUES)[None, :]
-        tl.store(errors + to, R.to(dtype), mask=(t >= 0)[:, None] & inside)
-        kt = load_rows(
-            k, batch, head, first + t, there, 0, stride_kb, stride_kt, stride_kh, WIDTH, P, ALIGNED
-        )
-        kt_upper = load_rows(
-            k, batch, head, first + t, there, H, stride_kb, stride_kt, stride_kh, WIDTH, P, ALIGNED
-        )
-        B, B_partner = _tiles_down(kt, kt_upper, ANCHOR, H)
-        BO = B
-        BO_partner = B
-        W_older = W
-        if HALO > 0:
-            write = tl.load(writes + place + i)
-            W_older = (write[:, None] * R_older).to(dtype)
-            to = (place + i)[:, None] * VALUES + e[None, :]
-            tl.store(errors + to, R_older.to(dtype), mask=(i >= 0)[:, None] & inside)
-            ot = load_older(
-                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, 0,
-                stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
+            R, R_older, Y = _whole_step(
+                memory, H, weight, rate, (bt * bt, W, ot_before * ot_before, W_older),
+                (kt * kt, ot * ot, qt * qt), (R, R_older, Y), DOT, HALO, P, V, PRECISION,
             )  # fmt: skip
-            ot_upper = load_older(
-                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, H,
-                stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
-            )  # fmt: skip
-            BO, BO_partner = _tiles_down(ot, ot_upper, ANCHOR, H)
-        rate = tl.load(ends + at * 3)
-        if PAIRS:
-            for s in tl.range(0, H, num_stages=STAGES):
-                low = _column(k_columns, of_head, first + t, there, s, tokens, WIDTH)
-                high = _column(k_columns, of_head, first + t, there, s + H, tokens, WIDTH)
-                of_keys = _pairs_down(B, B_partner, low, high, s, dtype)
-                of_older = of_keys
-                if HALO > 0:
-                    low, high = _older_columns(
-                        k_columns, tail_k, tail_length, sequence, head, heads, of_head, first,
-                        begin, older, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
-                    )  # fmt: skip
-                    of_older = _pairs_down(BO, BO_partner, low, high, s, dtype)
-                weight = _weight(a, s, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
-                _write(
-                    memory, s, weight, rate, of_keys, W, of_older, W_older, HALO, P, V, PRECISION
-                )
-            weight = _weight(a, H, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
-            _write(
-                memory, H, weight, rate, (B * B).to(dtype), W, (BO * BO).to(dtype), W_older,
-                HALO, P, V, PRECISION,
-            )  # fmt: skip
-        _write(
-            memory, STEPS - 1, numbers, rate, B.to(dtype), W, BO.to(dtype), W_older,
-            HALO, P, V, PRECISION,
+        weight = _weight(a, H + 1, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
+        R, R_older, Y = _whole_step(
+            memory, STEPS - 1, weight, rate, (bt, W, ot_before, W_older), (kt, ot, qt),
+            (R, R_older, Y), DOT, HALO, P, V, PRECISION,
         )  # fmt: skip
+        to = (((batch * tokens + first + t).to(tl.int64) * heads + head) * VALUES)[:, None]
+        tl.store(looked + to + e[None, :], Y, mask=there[:, None] & inside)
+        at = (slot0 + number).to(tl.int64) * heads + head
+        place = at * (HALO + CHUNK)
+        write = tl.load(writes + place + HALO + t, mask=(t >= 0) & more, other=0.0)
+        W = write[:, None] * R
+        to = (place + HALO + t)[:, None] * VALUES + e[None, :]
+        tl.store(errors + to, R.to(dtype), mask=(t >= 0)[:, None] & inside & more)
+        if HALO > 0:
+            write = tl.load(writes + place + i, mask=(i >= 0) & more, other=0.0)
+            W_older = write[:, None] * R_older
+            to = (place + i)[:, None] * VALUES + e[None, :]
+            tl.store(errors + to, R_older.to(dtype), mask=(i >= 0)[:, None] & inside & more)
+        rate = tl.load(ends + at * 3, mask=more, other=1.0)
         tl.debug_barrier()  # other threads' tiles are loaded in the next turn
 
 

@@ -171,7 +171,7 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
-    ("walk_symmetric", 64): (728, 1664),
+    ("walk_symmetric", 64): (696, 824),
     ("reads_symmetric", 64): (0, 96),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),

@@ -131,7 +131,7 @@ def _columns_tile(
 
 
 @triton.jit
-def anchored(values, ANCHOR: tl.constexpr, N: tl.constexpr):
+def _anchored(values, ANCHOR: tl.constexpr, N: tl.constexpr):
     """The values in fp32; ANCHOR: as accumulators of products lie."""
     if ANCHOR:
         n = tl.arange(0, N)
@@ -141,13 +141,13 @@ def anchored(values, ANCHOR: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def halves(values, T: tl.constexpr, H: tl.constexpr):
+def _halves(values, T: tl.constexpr, H: tl.constexpr):
     """The columns below H, and those from H on."""
     return tl.split(values.reshape([T, 2, H]).permute(0, 2, 1))
 
 
 @triton.jit
-def beside(left, right, T: tl.constexpr, N: tl.constexpr):
+def _beside(left, right, T: tl.constexpr, N: tl.constexpr):
     """Two tiles beside each other, N columns in all."""
     return tl.join(left, right).permute(0, 2, 1).reshape([T, N])
 
@@ -165,11 +165,11 @@ def _columns(source, at, there, s, WIDTH: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def step_features(s, left, right, low, high, T: tl.constexpr, H: tl.constexpr):
+def _step_features(s, left, right, low, high, T: tl.constexpr, H: tl.constexpr):
     """Columns of step s < H without weights, of the halves of x and its columns s and H + s."""
     keep = (tl.arange(0, H) >= s)[None, :]
     first = tl.where(keep, left[:, None], right[:, None]) * tl.where(keep, low, high)
-    return beside(first, left[:, None] * high, T, 2 * H)
+    return _beside(first, left[:, None] * high, T, 2 * H)
 
 
 @triton.jit(do_not_specialize=READ_RUNTIME)
@@ -205,8 +205,8 @@ def read(
         x, batch, of_batch, row0, tokens, stride_xb, stride_xt, stride_xh,
         WIDTH, T, P, False, ALIGNED,
     )  # fmt: skip
-    values = anchored(values, ANCHOR, P)  # [T, P]
-    low, high = halves(values, T, H)
+    values = _anchored(values, ANCHOR, P)  # [T, P]
+    low, high = _halves(values, T, H)
     source = x + batch * stride_xb + of_batch * stride_xh
     tile = packed + (head * BLOCKS + block) * (STEPS * P * V) + c[:, None] * V + v[None, :]
     acc = tl.zeros([T, V], tl.float32)
@@ -216,12 +216,12 @@ def read(
         for s in tl.range(0, H, num_stages=STAGES):
             after = tl.minimum(s + 1, H - 1)
             left_after, right_after = _columns(source, at, there, after, WIDTH, H)
-            phi = step_features(s, left, right, low, high, T, H).to(packed.dtype.element_ty)
+            phi = _step_features(s, left, right, low, high, T, H).to(packed.dtype.element_ty)
             rows_of_step = tl.load(tile + s * (P * V))  # [P, V]
             acc = tl.dot(phi, rows_of_step, acc, input_precision=PRECISION)
             left = left_after
             right = right_after
-        squares = beside(tl.zeros_like(low), high * high, T, P).to(packed.dtype.element_ty)
+        squares = _beside(tl.zeros_like(low), high * high, T, P).to(packed.dtype.element_ty)
         acc = tl.dot(squares, tl.load(tile + H * (P * V)), acc, input_precision=PRECISION)
     if LINEAR:
         last = tl.load(tile + (STEPS - 1) * (P * V))
@@ -309,14 +309,14 @@ def update(
                 y, batch, of_batch, first, tokens, block * V, stride_yb, stride_yt, stride_yh,
                 VALUES, T, V, Y_ALIGNED,
             )  # fmt: skip
-            low, high = halves(anchored(values, ANCHOR, P), T, H)
-            first_step = step_features(s, left0, right0, low, high, T, H).to(given.dtype)
-            next_step = step_features(s + 1, left1, right1, low, high, T, H).to(given.dtype)
-            phi = beside(first_step, next_step, T, 2 * P)
+            low, high = _halves(_anchored(values, ANCHOR, P), T, H)
+            first_step = _step_features(s, left0, right0, low, high, T, H).to(given.dtype)
+            next_step = _step_features(s + 1, left1, right1, low, high, T, H).to(given.dtype)
+            phi = _beside(first_step, next_step, T, 2 * P)
             if G == 4:
-                first_step = step_features(s + 2, left2, right2, low, high, T, H).to(given.dtype)
-                next_step = step_features(s + 3, left3, right3, low, high, T, H).to(given.dtype)
-                phi = beside(phi, beside(first_step, next_step, T, 2 * P), T, G * P)
+                first_step = _step_features(s + 2, left2, right2, low, high, T, H).to(given.dtype)
+                next_step = _step_features(s + 3, left3, right3, low, high, T, H).to(given.dtype)
+                phi = _beside(phi, _beside(first_step, next_step, T, 2 * P), T, G * P)
             acc = tl.dot(tl.trans(given), phi, acc, input_precision=PRECISION)
         _store_rows(
             out, acc, s, head, of_pairs, of_linear, block, tokens,
@@ -334,8 +334,8 @@ def update(
                 y, batch, of_batch, first, tokens, block * V, stride_yb, stride_yt, stride_yh,
                 VALUES, T, V, Y_ALIGNED,
             )  # fmt: skip
-            values = anchored(values, ANCHOR, P)
-            both = beside(values * values, values, T, 2 * P).to(given.dtype)
+            values = _anchored(values, ANCHOR, P)
+            both = _beside(values * values, values, T, 2 * P).to(given.dtype)
             last = tl.dot(tl.trans(given), both, last, input_precision=PRECISION)
             if CONSTANT:
                 constant += tl.sum(given.to(tl.float32), 0)
@@ -389,7 +389,7 @@ def pull(
             y, batch, of_batch, row0, tokens, block * V, stride_yb, stride_yt, stride_yh,
             VALUES, T, V, Y_ALIGNED,
         )  # fmt: skip
-        given = anchored(given, ANCHOR, V)  # [T, V]
+        given = _anchored(given, ANCHOR, V)  # [T, V]
         if CONSTANT and SUMS:
             cols = block * V + v
             row = state + batch * stride_sb + of_batch * stride_sh + cols
