@@ -31,6 +31,8 @@ from .omega.cache import OmegaCache, omega_cache, omega_extend
 from .omega_step import omega_step_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
+from .short_conv import short_conv
+from .short_conv_step import short_conv_step_
 
 __all__ = [
     "AtlasCache",
@@ -59,6 +61,8 @@ __all__ = [
     "polynomial_features",
     "polynomial_read",
     "polynomial_update",
+    "short_conv",
+    "short_conv_step_",
     "softmax_attention",
     "use_backend",
 ]

@@ -5,6 +5,7 @@ from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
+from .short_conv import short_conv
 
 __all__ = [
     "OmegaGradient",
@@ -19,5 +20,6 @@ __all__ = [
     "polynomial_features",
     "polynomial_read",
     "polynomial_update",
+    "short_conv",
     "softmax_attention",
 ]
