@@ -16,6 +16,7 @@ from .atlas import atlas_memory
 from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
 from .atlas_step import atlas_step_
 from .dispatch import Explanation, explain, use_backend
+from .gated_delta import gated_delta_rule
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
     OmegaGradient,
@@ -47,6 +48,7 @@ __all__ = [
     "atlas_memory",
     "atlas_step_",
     "explain",
+    "gated_delta_rule",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_cache",
