@@ -17,6 +17,7 @@ from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
 from .atlas_step import atlas_step_
 from .dispatch import Explanation, explain, use_backend
 from .gated_delta import gated_delta_rule
+from .gated_delta_step import gated_delta_step, gated_delta_step_
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
     OmegaGradient,
@@ -49,6 +50,8 @@ __all__ = [
     "atlas_step_",
     "explain",
     "gated_delta_rule",
+    "gated_delta_step",
+    "gated_delta_step_",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_cache",
