@@ -9,6 +9,8 @@ Letters in shapes, here and in every file:
 | N            | number of packed sequences                                         |
 | H, Hq, Hk    | heads; query heads, key/value heads; G = Hq / Hk                   |
 | D, Dk, Dv    | head width; key width, value width                                 |
+| K            | taps of a convolution                                              |
+| S            | slots of a pool of states                                          |
 | m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 

@@ -210,6 +210,23 @@ def test_fullgraph() -> None:
     contracts.check_fullgraph(lambda **given: OP(**given), given)
 
 
+def test_export_for_any_number_of_tokens() -> None:
+    class Memory(torch.nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> Any:
+            return OP(**given, output_final_state=True)
+
+    def tensors(tokens: int) -> dict[str, torch.Tensor]:
+        given = CALLS[0].but(tokens=tokens).arguments(0, torch.float32, CPU)
+        return {name: given[name].contiguous() for name in TOKENS}
+
+    length = {1: torch.export.Dim("tokens")}
+    shapes = (dict.fromkeys(TOKENS, length),)
+    program = torch.export.export(Memory(), (tensors(40),), dynamic_shapes=shapes)
+    for tokens in (1, 40, 67):
+        given = tensors(tokens)
+        assert_near(oracle.named(program.module()(given)), oracle.named(Memory()(given)), 0)
+
+
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
 def test_opcheck(case: Case) -> None:
     given = case.arguments(0, torch.float32, CPU)

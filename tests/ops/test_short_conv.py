@@ -156,6 +156,22 @@ def test_fullgraph() -> None:
     contracts.check_fullgraph(lambda **given: OP(**given), given)
 
 
+def test_export_for_any_number_of_tokens() -> None:
+    class Conv(torch.nn.Module):
+        def forward(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> Any:
+            return OP(x, weight, gate_in=gate, gate_out=gate, output_final_state=True)
+
+    def tensors(tokens: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(2, tokens, 6), torch.randn(2, tokens, 6), torch.ones(6, 4)
+
+    length = {1: torch.export.Dim("tokens")}
+    shapes = (length, length, None)
+    program = torch.export.export(Conv(), tensors(9), dynamic_shapes=shapes)
+    for tokens in (1, 9, 64):
+        given = tensors(tokens)
+        assert_near(oracle.named(program.module()(*given)), oracle.named(Conv()(*given)), 0)
+
+
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
 def test_opcheck(case: Case) -> None:
     given = case.arguments(0, torch.float32, CPU)
