@@ -9,6 +9,8 @@ Letters in shapes, here and in every file:
 | N            | number of packed sequences                                         |
 | H, Hq, Hk    | heads; query heads, key/value heads; G = Hq / Hk                   |
 | D, Dk, Dv    | head width; key width, value width                                 |
+| K            | taps of a convolution                                              |
+| S            | slots of a pool of states                                          |
 | m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 
@@ -16,6 +18,8 @@ from .atlas import atlas_memory
 from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
 from .atlas_step import atlas_step_
 from .dispatch import Explanation, explain, use_backend
+from .gated_delta import gated_delta_rule
+from .gated_delta_step import gated_delta_step, gated_delta_step_
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import (
     OmegaGradient,
@@ -31,6 +35,8 @@ from .omega.cache import OmegaCache, omega_cache, omega_extend
 from .omega_step import omega_step_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
+from .short_conv import short_conv
+from .short_conv_step import short_conv_step_
 
 __all__ = [
     "AtlasCache",
@@ -45,6 +51,9 @@ __all__ = [
     "atlas_memory",
     "atlas_step_",
     "explain",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_delta_step_",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_cache",
@@ -59,6 +68,8 @@ __all__ = [
     "polynomial_features",
     "polynomial_read",
     "polynomial_update",
+    "short_conv",
+    "short_conv_step_",
     "softmax_attention",
     "use_backend",
 ]

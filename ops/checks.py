@@ -109,14 +109,17 @@ def cu_seqlens(
             raise ValueError(f"{op}: {name} ends at {values[-1]}, past the {total} tokens given")
 
 
-def slots(op: str, name: str, x: torch.Tensor, device: torch.device, rows: int, pool: int) -> None:
-    """Require int64 (`rows`,): distinct places in a pool of `pool`, or −1.
+def slots(
+    op: str, name: str, x: torch.Tensor, device: torch.device, rows: int, pool: int, *,
+    of: str = "q", dtypes: Sequence[torch.dtype] = (torch.int64,),
+) -> None:  # fmt: skip
+    """Require int64 (`rows`,), the rows of `of`: distinct places in a pool of `pool`, or −1.
 
     Values are read on CPU tensors only; on a GPU that would be a sync.
     """
-    tensor(op, name, x, "N", (torch.int64,))
+    tensor(op, name, x, "N", dtypes)
     same_device(op, name, x, device)
-    size(op, name, x, 0, rows, "the rows of q")
+    size(op, name, x, 0, rows, f"the rows of {of}")
     if readable(x):
         values = x.tolist()
         if any(not -1 <= value < pool for value in values):
@@ -124,6 +127,24 @@ def slots(op: str, name: str, x: torch.Tensor, device: torch.device, rows: int, 
         taken = [value for value in values if value >= 0]
         if len(taken) != len(set(taken)):
             raise ValueError(f"{op}: {name} must be distinct, got {values}")
+
+
+def writable(
+    op: str, given: dict[str, torch.Tensor | None], written: dict[str, torch.Tensor], twin: str
+) -> None:
+    """Refuse what cannot be written in place, and what would lose its gradient by that."""
+    for name, x in (given | written).items():
+        if x is None:
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires grad; the op writes in place and has no gradient: call it "
+                f"under torch.no_grad(), or {twin}"
+            )
+        if name in written and any(
+            stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise ValueError(f"{op}: {name} is expanded, it cannot be written in place")
 
 
 def readable(x: torch.Tensor) -> bool:

@@ -21,6 +21,9 @@ is meant for notes, never for a table of TFLOP/s.
 | a single Omega step   | a chunk's, divided by b                                             |
 | polynomial features   | D a row; backward 4·D                                               |
 | φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
+| gated delta rule      | 6·Dk·Dv a token and head                                            |
+| its backward          | 16·Dk·Dv: twice that, and the two products that make S              |
+| short convolution     | 2·K a token and channel; backward twice that, or three times        |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
 computed again, as that of attention does, because only the inputs are saved. E is the width in
@@ -188,6 +191,29 @@ def polynomial_features_backward(rows: int, wide: int) -> int:
 def polynomial_product(rows: int, wide: int, values: int) -> int:
     """Useful FLOPs of φ(x) S or φ(x)ᵀ G, or of one of the two gradients of either."""
     return 2 * rows * wide * values
+
+
+def gated_delta_forward(tokens: int, width: int, values: int) -> int:
+    """Useful FLOPs of so many tokens' heads by the recurrence: k S, kᵀ u and q S."""
+    return 6 * tokens * width * values
+
+
+def gated_delta_backward(tokens: int, width: int, values: int) -> int:
+    """Useful FLOPs of its backward, from the arguments alone.
+
+    Again: k S and kᵀ u. Then two products for each of forward's three.
+    """
+    return 16 * tokens * width * values
+
+
+def short_conv_forward(tokens: int, channels: int, taps: int) -> int:
+    """Useful FLOPs of a depthwise convolution: its gates and its activation are not counted."""
+    return 2 * tokens * channels * taps
+
+
+def short_conv_backward(tokens: int, channels: int, taps: int, *, again: bool) -> int:
+    """Useful FLOPs of its backward: those of z, of the weight, and the sums `again` if needed."""
+    return (2 + again) * short_conv_forward(tokens, channels, taps)
 
 
 def matmul(m: int, n: int, k: int, *batch: int) -> int:

@@ -1,16 +1,19 @@
 """The literal definitions, in plain torch and float64 if asked: no backend, no cleverness."""
 
 from .atlas import atlas_memory
+from .gated_delta import gated_delta_rule
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
 from .polar_attention import PolarStats, polar_attention, softmax_attention
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
+from .short_conv import short_conv
 
 __all__ = [
     "OmegaGradient",
     "OmegaState",
     "PolarStats",
     "atlas_memory",
+    "gated_delta_rule",
     "gram_newton_schulz_factor",
     "newton_schulz",
     "omega_gradient",
@@ -19,5 +22,6 @@ __all__ = [
     "polynomial_features",
     "polynomial_read",
     "polynomial_update",
+    "short_conv",
     "softmax_attention",
 ]
