@@ -20,7 +20,7 @@ from ..dispatch import Operator, declare, resolve
 from ..omega.cache import check_fields
 from ..omega.op import RULES, OmegaShape
 from ..omega_step import op as omega
-from ..omega_step.op import GIVEN, check_gate, check_writable
+from ..omega_step.op import GIVEN, check_gate
 
 PACKAGE = __package__
 
@@ -49,7 +49,7 @@ def step_shape(
     checks.tensor(op, "momentum", given.memory.momentum, "N H", checks.FLOATING)
     check_gate(op, "output_step", given.output_step, "N H", q)
     shape = omega.step_shape(op, given.memory, cache, check=_check_pool, **rules)
-    check_writable(op, {"output_step": given.output_step}, {})
+    checks.writable(op, {"output_step": given.output_step}, {}, "atlas_extend")
     return ns_rules(op, shape, ns_stride, ns_steps, ns_coefficients, ns_eps)
 
 

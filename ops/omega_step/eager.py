@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import slots
 from ..omega.cache import OmegaCache
 from ..omega.extend import advance
 from ..omega.op import OmegaShape, OmegaTensors
@@ -45,15 +46,11 @@ def in_slots(
     if given.v.shape[0] == 0 or cache.state.shape[0] == 0:
         return y
     live = given.slots >= 0
-    place = given.slots.clamp(min=0)
-    read, after = join(cache._make(None if x is None else x[place] for x in cache), live.long())
-    # A skipped row writes what a live one writes, the same bits to the same place: which rows to
-    # leave out is not known on the host. Without any live row, slot 0 gets what it holds.
-    row = torch.arange(len(place), device=place.device)
-    writer = torch.where(live, row, live.long().argmax())
-    for x, new in zip(cache, after, strict=True):
+    held = cache._make(None if x is None else slots.read(x, given.slots) for x in cache)
+    read, after = join(held, live.long())
+    for x, before, new in zip(cache, held, after, strict=True):
         if x is not None and new is not None:
-            x.index_copy_(0, place[writer], new[writer])
+            slots.write(x, given.slots, before, new)
     return torch.where(live[:, None, None], read[:, 0].to(y.dtype), y)
 
 

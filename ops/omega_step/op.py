@@ -83,7 +83,8 @@ def step_shape(
         checks.size(op, "window_gates", given.window_gates, 2, window, "window")
     check(op, unchecked_shape(given, cache, *rules, concrete=False), cache)
     checks.slots(op, "slots", given.slots, q.device, q.shape[0], cache.state.shape[0])
-    check_writable(op, given._asdict(), cache._asdict())
+    written = {f"cache.{name}": x for name, x in cache._asdict().items() if x is not None}
+    checks.writable(op, given._asdict(), written, "omega_extend")
     return unchecked_shape(given, cache, *rules, concrete=concrete)
 
 
@@ -99,25 +100,6 @@ def _check_rows(op: str, name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     checks.same_device(op, name, x, q.device)
     for dim, of in enumerate(("rows", "heads")):
         checks.size(op, name, x, dim, q.shape[dim], f"the {of} of q")
-
-
-def check_writable(
-    op: str, given: dict[str, torch.Tensor | None], cache: dict[str, torch.Tensor | None]
-) -> None:
-    """Refuse what cannot be written in place, and what would lose its gradient by that."""
-    written = {f"cache.{name}": x for name, x in cache.items()}
-    for name, x in (given | written).items():
-        if x is None:
-            continue
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                f"{op}: {name} requires grad; the op writes its cache in place and has no "
-                "gradient: call it under torch.no_grad(), or omega_extend"
-            )
-        if name in written and any(
-            stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
-        ):
-            raise ValueError(f"{op}: {name} is expanded, it cannot be written in place")
 
 
 def unchecked_shape(
