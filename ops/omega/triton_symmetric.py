@@ -203,7 +203,8 @@ def omega_walk_symmetric(
     for number in tl.range(0, count + 1, num_stages=1):
         first = begin + number * chunk
         before = first - chunk  # the chunk whose writes are added
-        more = number < count
+        more = number < count  # else there are but those
+        seen = tl.where(more, older, 0)  # older tokens
         there = (t < tl.minimum(chunk, end - first)) & more
         there_before = (t < tl.minimum(chunk, end - before)) & (number > 0)
         kt = load_rows(
@@ -237,11 +238,11 @@ def omega_walk_symmetric(
         ot_before = bt
         if HALO > 0:
             ot = load_older(
-                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, 0,
+                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, seen, 0,
                 stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             o_upper = load_older(
-                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, older, H,
+                k, tail_k, tail_length, sequence, batch, head, heads, first, begin, seen, H,
                 stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             ot_before = load_older(
@@ -253,7 +254,7 @@ def omega_walk_symmetric(
                 stride_kb, stride_kt, stride_kh, WIDTH, P, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             vt = load_older(
-                v, tail_v, tail_length, sequence, batch, head, heads, first, begin, older, v0,
+                v, tail_v, tail_length, sequence, batch, head, heads, first, begin, seen, v0,
                 stride_vb, stride_vt, stride_vh, VALUES, V, HALO, ALIGNED, TAIL, LENGTHS,
             )  # fmt: skip
             R_older = -vt.to(tl.float32)
@@ -287,7 +288,7 @@ def omega_walk_symmetric(
                     if HALO > 0:
                         low, high = _older_columns(
                             k_columns, tail_k, tail_length, sequence, head, heads, of_head, first,
-                            begin, older, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
+                            begin, seen, s, H, tokens, WIDTH, HALO, TAIL, LENGTHS,
                         )  # fmt: skip
                         R_older += _found(ot, o_upper, low, high, from_s, before_s, PRECISION)
                 low = _column(q_columns, of_head, first + t, there, s, tokens, WIDTH)

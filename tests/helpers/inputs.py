@@ -6,6 +6,9 @@ wrong number. Tests use these by default; contiguous tensors are one layout amon
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import torch
 
 TAIL = 128  # rows of NaN behind the tokens: as long as the largest tile
@@ -88,3 +91,16 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
     view = buffer[:, :, :tokens, :width].transpose(1, 2)
     view.copy_(x)
     return view
+
+
+def at_the_end(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU in front of a page that nobody may read: who does, crashes."""
+    length = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.mprotect(ctypes.c_void_p(address + length), mmap.PAGESIZE, 0)
+    assert refused == 0, ctypes.get_errno()
+    flat = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=length - x.nbytes)
+    flat.copy_(x.flatten())
+    return flat.view(x.shape)

@@ -14,7 +14,7 @@ from fastweights.autotune import Config, use_config
 from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
 from fastweights.ops.omega import triton as backend
-from helpers import oracle
+from helpers import inputs, oracle
 from helpers.omega import Case, shape_of
 
 pytestmark = [
@@ -69,6 +69,19 @@ def test_weights(coefficients: tuple[float, ...] | None) -> None:
 def test_every_config(config: Config) -> None:
     with use_config(backend.SPACE_SYMMETRIC, config):
         check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11))
+
+
+@pytest.mark.parametrize("case", [CASE.but(carried=True), CASE.but(packed=(0, 5, 19))])
+def test_nothing_behind_the_tensors_is_read(case: Case) -> None:
+    """The last chunk is a ragged one, and the walk goes one chunk further."""
+    given = case.arguments(0, FP32, CPU)
+    guarded = {
+        name: inputs.at_the_end(x) if oracle.is_floating(x) else x for name, x in given.items()
+    }
+    y, left = OP(**guarded)
+    wanted, state = OP(**given)
+    assert torch.equal(y, wanted)
+    assert torch.equal(left.state, state.state)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
