@@ -20,7 +20,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -340,6 +340,33 @@ def declare(
     if operator.flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(operator.flops)
     return overload
+
+
+def recomputed(
+    backward: Any, tensors: int, differentiable: Sequence[int]
+) -> dict[str, Callable[..., Any]]:
+    """What `declare` takes for an operator whose arguments are all that it saves.
+
+    Args:
+        backward: the operator of the gradients; takes those of the results, then the arguments.
+        tensors: how many of the arguments, the first ones, are tensors or None.
+        differentiable: places of those that have a gradient, in the order of its results.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.rules = inputs[tensors:]
+
+    def gradients(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        grads: list[Any] = [None] * (tensors + len(ctx.rules))
+        found = backward(*upstream, *saved, *ctx.rules)
+        for place, gradient in zip(differentiable, found, strict=True):
+            if saved[place] is not None:
+                grads[place] = gradient
+        return tuple(grads)
+
+    return {"setup_context": setup_context, "backward": gradients}
 
 
 def _autograd(

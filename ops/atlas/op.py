@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checks, flops
-from ..dispatch import Operator, declare, resolve
+from ..dispatch import Operator, declare, recomputed, resolve
 from ..newton_schulz.coefficients import schedule
 from ..omega import op as omega
 from ..omega.cache import check_int
@@ -164,19 +164,6 @@ MEMORY_BWD = declare(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[: _COUNT + 1])
-    ctx.rules = inputs[_COUNT + 1 :]
-
-
-def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    *grads, d_output = MEMORY_BWD(*upstream, *tensors, *ctx.rules)
-    wanted = (None if x is None else g for g, x in zip(grads, tensors, strict=False))
-    integers = [None] * (_COUNT - DIFFERENTIABLE)
-    return (*wanted, *integers, d_output, *[None] * len(ctx.rules))
-
-
 MEMORY_FWD = declare(
     Operator(
         "atlas_memory_fwd",
@@ -185,6 +172,5 @@ MEMORY_FWD = declare(
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),
     ),
-    setup_context=_setup,
-    backward=_backward,
+    **recomputed(MEMORY_BWD, _COUNT + 1, (*range(DIFFERENTIABLE), _COUNT)),
 )

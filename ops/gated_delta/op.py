@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checks, flops
-from ..dispatch import Operator, declare, resolve
+from ..dispatch import Operator, declare, recomputed, resolve
 
 PACKAGE = __package__
 
@@ -227,18 +227,6 @@ DELTA_BWD = declare(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_COUNT])
-    ctx.rules = inputs[_COUNT:]
-
-
-def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    grads = DELTA_BWD(*upstream, *tensors, *ctx.rules)
-    wanted = (None if x is None else g for g, x in zip(grads, tensors, strict=False))
-    return (*wanted, *[None] * (_COUNT - DIFFERENTIABLE + len(ctx.rules)))
-
-
 DELTA_FWD = declare(
     Operator(
         "gated_delta_rule_fwd",
@@ -247,6 +235,5 @@ DELTA_FWD = declare(
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),
     ),
-    setup_context=_setup,
-    backward=_backward,
+    **recomputed(DELTA_BWD, _COUNT, range(DIFFERENTIABLE)),
 )

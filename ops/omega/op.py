@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checks, flops
-from ..dispatch import Operator, declare, resolve
+from ..dispatch import Operator, declare, recomputed, resolve
 from ..polynomial.maps import of_coefficients
 from ..polynomial.op import check_no_constant
 
@@ -365,18 +365,6 @@ MEMORY_BWD = declare(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_COUNT])
-    ctx.rules = inputs[_COUNT:]
-
-
-def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    grads = MEMORY_BWD(*upstream, *tensors, *ctx.rules)
-    wanted = (None if x is None else g for g, x in zip(grads, tensors, strict=False))
-    return (*wanted, *[None] * (_COUNT - DIFFERENTIABLE + len(ctx.rules)))
-
-
 MEMORY_FWD = declare(
     Operator(
         "omega_memory_fwd",
@@ -385,6 +373,5 @@ MEMORY_FWD = declare(
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),
     ),
-    setup_context=_setup,
-    backward=_backward,
+    **recomputed(MEMORY_BWD, _COUNT, range(DIFFERENTIABLE)),
 )

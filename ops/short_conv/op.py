@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import checks, flops
-from ..dispatch import Operator, declare, resolve
+from ..dispatch import Operator, declare, recomputed, resolve
 
 PACKAGE = __package__
 MOST_TAPS = 4
@@ -206,18 +206,6 @@ CONV_BWD = declare(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_COUNT])
-    ctx.rules = inputs[_COUNT:]
-
-
-def _backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    grads = CONV_BWD(*upstream, *tensors, *ctx.rules)
-    wanted = (None if x is None else g for g, x in zip(grads, tensors, strict=False))
-    return (*wanted, *[None] * (_COUNT - DIFFERENTIABLE + len(ctx.rules)))
-
-
 CONV_FWD = declare(
     Operator(
         "short_conv_fwd",
@@ -226,6 +214,5 @@ CONV_FWD = declare(
         fake=lambda *args: _forward_fake(_call(args)),
         flops=lambda *args, **kwargs: _flops(_call(args), backward=False),
     ),
-    setup_context=_setup,
-    backward=_backward,
+    **recomputed(CONV_BWD, _COUNT, range(DIFFERENTIABLE)),
 )
