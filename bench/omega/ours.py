@@ -96,7 +96,7 @@ def contenders(case: OmegaCase, backends: tuple[str, ...]) -> list[Contender]:
 
         mark = "" if backend == backends[0] else f" [{backend}]"
         # Over symmetric features no kernel has a backward, and plain torch's is for small calls.
-        modes = case.modes if case.symmetric else MODES
+        modes = ("fwd",) if case.symmetric else MODES
         return Contender(
             f"{case.contenders[0]}{mark}", case, "omega", build, ours=True, modes=modes
         )

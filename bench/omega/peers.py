@@ -123,24 +123,22 @@ def available(name: str, case: OmegaCase) -> str | None:
 
 def contenders(case: OmegaCase, names: tuple[str, ...]) -> list[Contender]:
     """The peers of a case among `names`."""
-    found = []
-    for name in case.peers:
-        if name == "matmul" and name in names:
-            counted = MatmulCase(**vars(case))
-            found.append(Contender(name, counted, name, _matmul, modes=("fwd",), checked=False))
-        elif name in names:
-            refuses = name == "fla" and _backward_refuses()
-            found.append(
-                Contender(
-                    name=name,
-                    case=case,
-                    function="gated delta" if name == "fla" else "omega",
-                    build=_BUILD[name],
-                    reason=available(name, case),
-                    modes=("fwd",) if refuses else case.modes if case.symmetric else MODES,
-                )
-            )
-    return found
+    return [_contender(name, case) for name in case.peers if name in names]
+
+
+def _contender(name: str, case: OmegaCase) -> Contender:
+    if name == "matmul":
+        counted = MatmulCase(**vars(case))
+        return Contender(name, counted, name, _matmul, modes=("fwd",), checked=False)
+    forward_alone = case.symmetric or (name == "fla" and _backward_refuses())
+    return Contender(
+        name=name,
+        case=case,
+        function="gated delta" if name == "fla" else "omega",
+        build=_BUILD[name],
+        reason=available(name, case),
+        modes=("fwd",) if forward_alone else MODES,
+    )
 
 
 def _matmul(case: MatmulCase, inputs: Inputs) -> Work:
