@@ -17,7 +17,7 @@ from fastweights import ops, reference
 from fastweights.autotune import Config, Device, Space, use_config, verify
 from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
-from fastweights.ops import alloc
+from fastweights.ops import alloc, triton_runtime
 from fastweights.ops.omega import triton as backend
 from helpers import contracts, inputs, oracle
 from helpers.omega import Case, shape_of, streams
@@ -194,9 +194,10 @@ def test_rules_of_few_heads(case: Case, device: torch.device) -> None:
                     with use_config(space, config):
                         report = truth.measure(WITH_STATE).report()
                         failures += [f"{space.name} {config.name} {line}" for line in report]
-    if tried == 0:
-        assert Device.of(device).capability != 90
-        pytest.skip(f"no config cuts {case.name} into groups here")
+    if tried == 0:  # walks side by side are Gluon's, for Hopper; where they exist, one must fit
+        hopper = Device.of(device).capability == 90 and triton_runtime.has_gluon()
+        assert not hopper, f"no config cuts {case.name} into groups"
+        pytest.skip("groups are kernels for Hopper, in the Gluon of Triton 3.6 or newer")
 
 
 SYMMETRIC = FEW.but(momentum=False, degree=2, symmetric=True)
