@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, Space, choose
+from ...autotune.space import Config, Device, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..polynomial.maps import defaults
@@ -21,19 +21,17 @@ REPACK_CONFIG = Config.make(4, 1, "fma")
 
 
 class SymmetricForward(Call):
-    """One call's results, kernel after kernel. Of the gates' and sizes' point of view its keys are
-    features themselves, as `Call` has them.
+    """One call's results, kernel after kernel. Gates, queries and keys are those of a call without
+    a feature map: what `Call` prepares.
     """
 
     def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
-        space: Space = SPACE_SYMMETRIC
-        config = choose(space, bucket(shape), Device.of(shape.device))
+        config = choose(SPACE_SYMMETRIC, bucket(shape), Device.of(shape.device))
         plain = replace(shape, feature_map="identity", wide=shape.width)
-        super().__init__(plain, given, space, config)
+        super().__init__(plain, given, SPACE_SYMMETRIC, config)
         self.wide = shape.wide
         a = given.coefficients
         pairs = shape.wide > shape.width
-        steps = 1 + (padded(shape.width) // 2 + 1) * pairs
         self.weights = {
             "a": a,
             "stride_ah": a.stride(0) if a is not None and a.ndim == 2 else 0,
@@ -46,7 +44,7 @@ class SymmetricForward(Call):
             "P": padded(shape.width),
             "V": config["V"],
         }
-        self.steps = {"STEPS": steps}
+        self.steps = 1 + (padded(shape.width) // 2 + 1) * pairs
         self.blocks = -(-shape.values // config["V"])
         self.defaults = {"DEFAULTS": defaults(2) if a is None else None}
 
@@ -60,7 +58,7 @@ class SymmetricForward(Call):
     def _pack(self) -> torch.Tensor:
         shape = self.shape
         heads = shape.batch * shape.heads * self.blocks
-        size = (heads, self.steps["STEPS"], self.rows["P"], self.rows["V"])
+        size = (heads, self.steps, self.rows["P"], self.rows["V"])
         initial = self.starts()["initial_state"]
         if initial is None:
             return torch.zeros(size, dtype=torch.float32, device=self.device)
@@ -76,7 +74,7 @@ class SymmetricForward(Call):
 
     def _launch_repack(self, packed: torch.Tensor, state: torch.Tensor, *, pack: bool) -> None:
         arguments = {"packed": packed, "state": state}
-        constants = {"PACK": pack, "WIDE": self.wide, **self.rows, **self.steps}
+        constants = {"PACK": pack, "WIDE": self.wide, "STEPS": self.steps, **self.rows}
         programs = packed.shape[0] * packed.shape[1]
         kernel = (KERNELS, "repack")
         runtime.launch(OP, kernel, programs, self.device, REPACK_CONFIG, arguments, constants)
@@ -107,11 +105,8 @@ class SymmetricForward(Call):
             **strides("v", self.v),
         }
         names = ("DOT", "PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "PRECISION")
-        constants = {name: self.flags[name] for name in names} | self.rows | self.steps
-        constants |= {
-            **self.defaults,
-            "STAGES": config.num_stages,
-        }
+        constants = {name: self.flags[name] for name in names} | self.rows
+        constants |= {**self.defaults, "STEPS": self.steps, "STAGES": config.num_stages}
         programs = shape.batch * shape.heads * self.blocks
         kernel = (KERNELS, "omega_walk_symmetric")
         runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
