@@ -204,7 +204,7 @@ def omega_walk_symmetric(
         first = begin + number * chunk
         before = first - chunk  # the chunk whose writes are added
         more = number < count  # else there are but those
-        seen = tl.where(more, older, 0)  # older tokens
+        seen = tl.minimum(older, (count - number) * chunk)  # older tokens, at most a chunk
         there = (t < tl.minimum(chunk, end - first)) & more
         there_before = (t < tl.minimum(chunk, end - before)) & (number > 0)
         kt = load_rows(
