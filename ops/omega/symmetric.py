@@ -12,12 +12,23 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..polynomial.maps import defaults
 from ..triton_runtime import padded
+from .eager import features
 from .op import OmegaShape, OmegaTensors
-from .symmetric_spaces import KERNELS, SPACE_SYMMETRIC, bucket
+from .symmetric_spaces import (
+    CHUNK,
+    COLUMNS,
+    HOPPER,
+    KERNELS,
+    OLDER,
+    SPACE_SYMMETRIC,
+    bucket,
+)
 from .triton_forward import Call, known_window, strides
 from .triton_spaces import OP
 
 REPACK_CONFIG = Config.make(4, 1, "fma")
+# Of a thread of a warpgroup that looks, of the second one, and of one that advances the memory.
+LOOK_REGISTERS, ADVANCE_REGISTERS = 128, 128
 
 
 class SymmetricForward(Call):
@@ -29,7 +40,7 @@ class SymmetricForward(Call):
         config = choose(SPACE_SYMMETRIC, bucket(shape), Device.of(shape.device))
         plain = replace(shape, feature_map="identity", wide=shape.width)
         super().__init__(plain, given, SPACE_SYMMETRIC, config)
-        self.wide = shape.wide
+        self.wide, self.of_pairs = shape.wide, shape
         a = given.coefficients
         pairs = shape.wide > shape.width
         self.weights = {
@@ -52,7 +63,8 @@ class SymmetricForward(Call):
         """y, and M after the last token."""
         self.gates()
         packed = self._pack()
-        looked, errors = self._walk(packed)
+        walk = self._walk_spans if self.config.get("HOPPER") else self._walk
+        looked, errors = walk(packed)
         return self._reads(looked, errors), self._repack(packed), None
 
     def _pack(self) -> torch.Tensor:
@@ -111,6 +123,66 @@ class SymmetricForward(Call):
         kernel = (KERNELS, "omega_walk_symmetric")
         runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
         return looked, errors
+
+    def _walk_spans(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `_walk` finds, two chunks at a time."""
+        shape = self.shape
+        looked = self.empty(*self.given.v.shape)
+        keys = self.halo + self.flags["CHUNK"]
+        errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
+        tail = self.older["tail_k"] if self.flags["TAIL"] else None
+        arguments: dict[str, Any] = {
+            **{name: self._halves(x, CHUNK) for name, x in (("q", self.q), ("k", self.k))},
+            "v": self._halves(self.v, CHUNK),
+            "k_older": self._halves(self.k, OLDER) if self.halo else None,
+            "tail_k": None if tail is None else self._halves(tail, OLDER),
+            "tail_length": self.older["tail_length"],
+            "older_errors": None if tail is None else self._errors_of_tail(tail),
+            "cu": self.given.cu_seqlens,
+            "writes": self.edges["writes"],
+            "ends": self.edges["ends"],
+            **self.weights,
+            "packed": packed,
+            "looked": looked,
+            "errors": errors,
+            **self.scan_sizes(),
+        }
+        names = ("DOT", "PACKED", "TAIL", "LENGTHS", "VALUES", "HALO")
+        constants: dict[str, Any] = {name: self.flags[name] for name in names}
+        constants |= {
+            **self.defaults,
+            "NUMBERS": shape.width,
+            "SLOTS": self.config["SLOTS"],
+            "LOOK_REGISTERS": LOOK_REGISTERS,
+            "ADVANCE_REGISTERS": ADVANCE_REGISTERS,
+        }
+        programs = shape.batch * shape.heads * self.blocks
+        kernel = (HOPPER, "omega_walk_spans")
+        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+        return looked, errors
+
+    def _halves(self, x: torch.Tensor, rows: int) -> Any:
+        """A descriptor of (B, T, H, ·) in tiles of `rows` tokens and COLUMNS columns."""
+        x = x if self.aligned(x) else x.clone(memory_format=torch.contiguous_format)
+        return runtime.head_tiles(x, rows, COLUMNS, gluon=True)
+
+    def _errors_of_tail(self, tail_k: torch.Tensor) -> torch.Tensor:
+        """R of the tail's keys before the first token (N, H, HALO, VALUES): 0 of those not there.
+
+        They are few, and so plain torch is what finds them.
+        """
+        shape, older = self.shape, self.shape.window - 1
+        tail_v = self.older["tail_v"]
+        errors = -tail_v.transpose(1, 2).float()  # (N, H, older, VALUES)
+        initial = self.starts()["initial_state"]
+        if initial is not None and not shape.dot:
+            keys = features(self.of_pairs, tail_k.transpose(1, 2), self.given.coefficients)
+            errors += keys.float() @ initial
+        if self.older["tail_length"] is not None:
+            place = torch.arange(older, device=self.device)
+            there = place >= older - self.older["tail_length"].clamp(max=older)[:, None]
+            errors = torch.where(there[:, None, :, None], errors, 0.0)
+        return torch.nn.functional.pad(errors, (0, 0, self.halo - older, 0)).contiguous()
 
     def _reads(self, looked: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
         """y; the padding behind packed sequences is 0."""

@@ -1,7 +1,8 @@
 """Config space of the forward on symmetric features: columns of the memory, and of the reads.
 
 V, `num_warps` and `num_stages` are those of the walk along the sequence, READ_V and READ_WARPS of
-the reads.
+the reads. The walk for Hopper (HOPPER) has tiles of one size, and SLOTS for what goes from who adds
+to the memory to who looks.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
+from .. import triton_runtime as runtime
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
 from .triton_spaces import OP, halo_of, rows_of, walked
 
-KERNELS = f"{PACKAGE}.triton_symmetric"
+KERNELS, HOPPER = f"{PACKAGE}.triton_symmetric", f"{PACKAGE}.hopper_symmetric"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
+# Of the walk for Hopper: tokens of a chunk and older ones, columns of the memory.
+CHUNK, OLDER, COLUMNS = 64, 16, 32
 
 
 class SymmetricBucket(NamedTuple):
@@ -26,6 +30,7 @@ class SymmetricBucket(NamedTuple):
         chunk: rows of a tile that holds a chunk.
         halo: older tokens that a chunk sees, padded; 0 without any.
         heads: of all sequences, rounded up to a power of two.
+        hopper: whether the walk for Hopper takes the call's rules and views.
     """
 
     size: int
@@ -34,6 +39,7 @@ class SymmetricBucket(NamedTuple):
     chunk: int
     halo: int
     heads: int
+    hopper: bool
 
 
 def bucket(shape: OmegaShape) -> Key:
@@ -46,6 +52,7 @@ def bucket(shape: OmegaShape) -> Key:
         rows_of(shape.chunk_size),
         halo_of(shape),
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
+        shape.chunk_size == CHUNK and shape.wide > shape.width,
     )
 
 
@@ -75,6 +82,8 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     for tile in ("V", "READ_V"):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    if config.get("HOPPER"):
+        return _not_hopper(bucket, device)
     rows = bucket.chunk + bucket.halo
     # x of queries, keys and those before, by halves; a tile on its way, and what it is made of.
     shared = bucket.size * (
@@ -83,6 +92,25 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None
+
+
+def _not_hopper(bucket: SymmetricBucket, device: Device) -> str | None:
+    """None, or why the walk for Hopper does not serve such a call."""
+    if device.capability != 90:
+        return f"is written for sm_90, this is {device.arch}"
+    if not runtime.has_gluon():
+        return "is written in Gluon, which needs Triton 3.6 or newer"
+    if bucket.size != 2:
+        return "takes 16-bit types"
+    if not bucket.hopper or bucket.width != CHUNK or bucket.halo > OLDER:
+        return f"serves features of pairs, of 33 to {CHUNK} numbers, in chunks of {CHUNK}"
+    return None
+
+
+def _hopper(slots: int) -> Config:
+    return Config.make(
+        4, 1, "wgmma", atomic=False, HOPPER=1, V=COLUMNS, SLOTS=slots, READ_V=64, READ_WARPS=4
+    )
 
 
 def _config(columns: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
@@ -95,6 +123,10 @@ def _default(key: Key, device: Device) -> Config:
     fitting = SPACE_SYMMETRIC.fitting(key, device)
     if not fitting:
         raise ValueError(f"{SPACE_SYMMETRIC.name}: no config fits {bucket} on {device.arch}")
+
+    hopper = [config for config in fitting if config.get("HOPPER")]
+    if hopper:
+        return hopper[0]
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["V"])
@@ -109,6 +141,8 @@ SPACE_SYMMETRIC: Space = Space(
     pass_="fwd_symmetric",
     backend="triton",
     configs=(
+        _hopper(4),
+        _hopper(2),
         _config(16, 4, 2, 16),
         _config(16, 4, 2, 64),
         _config(32, 4, 2, 32),
@@ -119,5 +153,5 @@ SPACE_SYMMETRIC: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=_default,
-    sources=(KERNELS, f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_chunks"),
+    sources=(KERNELS, HOPPER, f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_chunks"),
 )
