@@ -19,6 +19,7 @@ errors: one further turn of the same update. Notation and formulas are those of 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -77,9 +78,7 @@ def one_of(x, by, other, by_other, mask):
         "lop3.b32 $0, $5, x, y, 0xCA; }",
     )
     arguments = [x, by, other, by_other, mask]
-    return gl.inline_asm_elementwise(
-        CODE, "=r,r,r,r,r,r", arguments, x.dtype, is_pure=True, pack=2
-    )
+    return gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r", arguments, x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -123,6 +122,44 @@ def coefficient(a, r: gl.constexpr, head, stride_ah, stride_ar, DEFAULTS: gl.con
 # ---- advance ------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def in_line():
+    """A line of a tile's numbers, four of a thread's side by side: in memory, a tile lies as the
+    threads of a product have it.
+    """
+    size = 4 * 128 * 4
+    return gl.DistributedLinearLayout(
+        [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [size]
+    )
+
+
+@gluon.jit
+def copy_tile(at, line):
+    """Begin to copy a tile of the memory, each thread what it will load."""
+    async_copy.async_copy_global_to_shared(
+        line, at + gl.arange(0, WIDTH * COLUMNS, layout=in_line())
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_tile(line):
+    """The tile that has been copied."""
+    async_copy.wait_group(0)
+    line = line.load(in_line())
+    # Of a place: warp, 8 columns, row of 8, pair of columns, 8 rows, column of a pair.
+    tile = line.reshape([4, 4, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([WIDTH, COLUMNS])
+    return gl.convert_layout(tile, product(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def store_tile(at, tile):
+    """What `copy_tile` copies."""
+    line = tile.reshape([4, 2, 8, 4, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    line = gl.convert_layout(line.reshape([WIDTH * COLUMNS]), in_line(), assert_trivial=True)
+    gl.store(at + gl.arange(0, WIDTH * COLUMNS, layout=in_line()), line)
+
+
 @gluon.jit
 def scaled(x, keys, turned, place, s):
     """Features of a step, transposed: x_s x_c from row s on, x_{H+s} x_{H+c} before it."""
@@ -136,10 +173,21 @@ def scaled(x, keys, turned, place, s):
 
 
 @gluon.jit
+def show(tile, at, low_t, ready, taken):
+    """Give the at-th tile of all to who looks."""
+    SLOTS: gl.constexpr = low_t.shape[0]
+    slot = at % SLOTS
+    mbarrier.wait(taken.index(slot), ((at // SLOTS) & 1) ^ 1)
+    low_t.index(slot).store(tile.to(low_t.dtype))
+    fence_async_shared()
+    mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
 def advance(
     WHO: gl.constexpr,
-    tiles, bars, packed, ends, weights, place, heads,
-    HALO: gl.constexpr, NUMBERS: gl.constexpr, SLOTS: gl.constexpr,
+    tiles, line, bars, packed, ends, weights, place, heads,
+    HALO: gl.constexpr, NUMBERS: gl.constexpr,
 ):  # fmt: skip
     """Role of a warpgroup: every other tile of the memory, from span to span."""
     low_t, wrote_t, keys_t, turned_t, older_t, older_turned_t = tiles
@@ -151,14 +199,13 @@ def advance(
     F: gl.constexpr = features(COLUMNS)
     TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, OUT))
-    e = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
     memory = packed + number.to(gl.int64) * (STEPS * WIDTH * COLUMNS)
-    cells = c[:, None] * COLUMNS + e[None, :]
     SIZE: gl.constexpr = WIDTH * COLUMNS
     spans = gl.cdiv(count, 2)
     of_chunks = keys_t._reinterpret(dtype, [4, WIDTH, CHUNK], TILES)
     of_older = older_t._reinterpret(dtype, [2, WIDTH, OLDER], TILES)
     nothing = gl.zeros([WIDTH, COLUMNS], gl.float32, OUT)
+    copy_tile(memory + WHO * SIZE, line)
     for n in range(spans + 1):
         buffer = (n + 1) % 2  # of the span before
         rate = rate_of(ends, place, 2 * n - 2, heads) * rate_of(ends, place, 2 * n - 1, heads)
@@ -169,9 +216,8 @@ def advance(
         if HALO:
             x2 = of_older.index(buffer).load(F)
             older_wrote = older_wrote.slice(CHUNK - OLDER, OLDER)
-        for m in range(HALF // 2):
-            s = 2 * m + WHO
-            tile = gl.load(memory + s * SIZE + cells)
+        at = memory + WHO * SIZE
+        for s in range(WHO, HALF, 2):
             acc = warpgroup_mma(
                 scaled(x0, keys_t, turned_t, 2 * buffer, s), wrote_t.index(0), nothing,
                 use_acc=False, is_async=True,
@@ -181,31 +227,29 @@ def advance(
                 is_async=True,
             )  # fmt: skip
             if HALO:
+                acc = warpgroup_mma_wait(1, deps=[acc])
                 acc = warpgroup_mma(
                     scaled(x2, older_t, older_turned_t, buffer, s), older_wrote, acc, is_async=True
                 )
             weight = of_pairs * gl.where(c == s, 1.0, ROOT2)
             weight = gl.where(gl.where(c >= s, c, s + HALF) < NUMBERS, weight, 0.0)
+            tile = load_tile(line)
+            copy_tile(at + 2 * SIZE, line)
             acc = warpgroup_mma_wait(0, deps=[acc])
             tile = rate * tile - weight[:, None] * acc
-            gl.store(memory + s * SIZE + cells, tile)
+            store_tile(at, tile)
+            at += 2 * SIZE
             if n < spans:
-                at = n * STEPS + s
-                slot = at % SLOTS
-                mbarrier.wait(taken.index(slot), ((at // SLOTS) & 1) ^ 1)
-                low_t.index(slot).store((weight[:, None] * tile).to(dtype))
-                fence_async_shared()
-                mbarrier.arrive(ready.index(slot), count=1)
+                show(weight[:, None] * tile, n * STEPS + s, low_t, ready, taken)
         # Squares of the upper half, or the numbers.
         weight = gl.where((c >= HALF) & (c < NUMBERS), of_pairs, 0.0)
-        if WHO == 1:
-            weight = gl.where(c < NUMBERS, of_numbers, 0.0)
-        tile = gl.load(memory + (HALF + WHO) * SIZE + cells)
         of_x0 = x0
         of_x1 = x1
         if WHO == 0:
             of_x0 = times(x0, x0)
             of_x1 = times(x1, x1)
+        else:
+            weight = gl.where(c < NUMBERS, of_numbers, 0.0)
         acc = warpgroup_mma(of_x0, wrote_t.index(0), nothing, use_acc=False, is_async=True)
         acc = warpgroup_mma(of_x1, wrote_t.index(1), acc, is_async=True)
         if HALO:
@@ -213,35 +257,38 @@ def advance(
             if WHO == 0:
                 of_x2 = times(x2, x2)
             acc = warpgroup_mma(of_x2, older_wrote, acc, is_async=True)
+        tile = load_tile(line)
+        copy_tile(memory + WHO * SIZE, line)
         acc = warpgroup_mma_wait(0, deps=[acc])
         tile = rate * tile - weight[:, None] * acc
-        gl.store(memory + (HALF + WHO) * SIZE + cells, tile)
+        store_tile(at, tile)
         if n < spans:
-            at = n * STEPS + HALF + WHO
-            slot = at % SLOTS
-            mbarrier.wait(taken.index(slot), ((at // SLOTS) & 1) ^ 1)
-            low_t.index(slot).store((weight[:, None] * tile).to(dtype))
-            fence_async_shared()
-            mbarrier.arrive(ready.index(slot), count=1)
+            show(weight[:, None] * tile, n * STEPS + HALF + WHO, low_t, ready, taken)
+    async_copy.wait_group(0)
 
 
 # ---- look ---------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def copy_halves(x, at, tile, bar):
+def copy_halves(x, at, tiles, buffer, bar):
     """Both halves of the width of a tile of rows."""
     row, head, first = at
-    tma.async_copy_global_to_shared(x, [row, head, first, 0], bar, tile.index(0))
-    tma.async_copy_global_to_shared(x, [row, head, first, HALF], bar, tile.index(1))
+    tma.async_copy_global_to_shared(x, [row, head, first, 0], bar, tiles.index(2 * buffer))
+    tma.async_copy_global_to_shared(x, [row, head, first, HALF], bar, tiles.index(2 * buffer + 1))
 
 
 @gluon.jit
-def halves(tile, there, LAYOUT: gl.constexpr):
+def rows_of(tiles, at):
+    """A half of the width of rows in shared memory."""
+    return tiles.index(at).reshape([tiles.shape[3], HALF])
+
+
+@gluon.jit
+def halves(tiles, buffer, there, LAYOUT: gl.constexpr):
     """Both halves of the width of rows in shared memory; 0 but where `there`."""
-    SIZE: gl.constexpr = tile.shape[3]
-    low = tile.index(0).reshape([SIZE, HALF]).load(LAYOUT)
-    high = tile.index(1).reshape([SIZE, HALF]).load(LAYOUT)
+    low = rows_of(tiles, 2 * buffer).load(LAYOUT)
+    high = rows_of(tiles, 2 * buffer + 1).load(LAYOUT)
     return gl.where(there[:, None], low, 0.0), gl.where(there[:, None], high, 0.0)
 
 
@@ -268,16 +315,20 @@ def turn_keys(low, high, place, columns, turned):
 
 
 @gluon.jit
-def found(low, high, at, columns, s, tile, acc):
-    """acc, and what tokens find in the tile of step s."""
-    F: gl.constexpr = features(COLUMNS)
-    by = columns.index(at + s).load(gl.SliceLayout(1, F))
-    by_beyond = columns.index(at + HALF + s).load(gl.SliceLayout(1, F))
-    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, F))
+def columns_of(columns, at, s):
+    """Numbers s and H + s of rows: row s of their transposed tile, from `at` on."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, features(COLUMNS))
+    by = columns.index(at + s).load(ROWS)
+    return by[:, None], columns.index(at + HALF + s).load(ROWS)[:, None]
+
+
+@gluon.jit
+def found(low, high, by, by_beyond, s, tile, acc):
+    """acc, and what tokens find in the lower half of the tile of step s."""
+    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, features(COLUMNS)))
     mask = gl.where(c >= s, -1, 0).to(gl.int16)
-    lower = one_of(low, by[:, None], high, by_beyond[:, None], mask[None, :])
-    acc = warpgroup_mma(lower, tile.slice(0, HALF), acc, is_async=True)
-    return warpgroup_mma(times(high, by[:, None]), tile.slice(HALF, HALF), acc, is_async=True)
+    lower = one_of(low, by, high, by_beyond, mask[None, :])
+    return warpgroup_mma(lower, tile.slice(0, HALF), acc, is_async=True)
 
 
 @gluon.jit
@@ -289,14 +340,13 @@ def found_last(low, high, squares, numbers, acc):
 
 
 @gluon.jit
-def owed(low, high, keys, a1, a2, ROWS_: gl.constexpr, FROM: gl.constexpr):
+def owed(low, high, keys, buffer, a1, a2, ROWS_: gl.constexpr, FROM: gl.constexpr):
     """−κ(X Kᵀ) with κ(x) = a_1 x + a_2 x², as the left operand of a product with what keys write:
     of ROWS_ keys from the FROM-th row of a tile on.
     """
     L: gl.constexpr = product(ROWS_)
-    ALL: gl.constexpr = keys.shape[3]
-    of_low = keys.index(0).reshape([ALL, HALF]).slice(FROM, ROWS_).permute((1, 0))
-    of_high = keys.index(1).reshape([ALL, HALF]).slice(FROM, ROWS_).permute((1, 0))
+    of_low = rows_of(keys, 2 * buffer).slice(FROM, ROWS_).permute((1, 0))
+    of_high = rows_of(keys, 2 * buffer + 1).slice(FROM, ROWS_).permute((1, 0))
     acc = gl.zeros([CHUNK, ROWS_], gl.float32, L)
     low = gl.convert_layout(low, features(ROWS_))
     high = gl.convert_layout(high, features(ROWS_))
@@ -307,19 +357,18 @@ def owed(low, high, keys, a1, a2, ROWS_: gl.constexpr, FROM: gl.constexpr):
 
 
 @gluon.jit
-def without(acc, low, high, written, older_written, a1, a2, HALO: gl.constexpr):
+def without(acc, low, high, written, older_written, buffer, a1, a2, HALO: gl.constexpr):
     """acc less what a chunk's tokens and older ones wrote: pairs of their keys and of the rows of
     what each wrote. The older ones are the last rows of theirs.
     """
     keys, by = written
-    for half in gl.static_range(2):
-        part = owed(low, high, keys, a1, a2, HALF, half * HALF)
-        acc = warpgroup_mma(part, by.slice(half * HALF, HALF), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+    part = owed(low, high, keys, buffer, a1, a2, CHUNK, 0)
+    acc = warpgroup_mma(part, by, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
     if HALO:
         older_keys, by_older = older_written
         ALL: gl.constexpr = older_keys.shape[3]
-        part = owed(low, high, older_keys, a1, a2, OLDER, ALL - OLDER)
+        part = owed(low, high, older_keys, buffer, a1, a2, OLDER, ALL - OLDER)
         acc = warpgroup_mma(part, by_older.slice(CHUNK - OLDER, OLDER), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
@@ -399,6 +448,37 @@ def written_by_none(
 
 
 @gluon.jit
+def copy_queries(WHO: gl.constexpr, n, q, q_t, bar, place):
+    """Begin to copy queries of a role's chunk of span n."""
+    number, sequence, batch, head, v0, begin, end, count, slot0 = place
+    mbarrier.expect(bar, 2 * CHUNK * WIDTH)
+    copy_halves(q, (batch, head, begin + (2 * n + WHO) * CHUNK), q_t, 0, bar)
+
+
+@gluon.jit
+def copy_span(
+    WHO: gl.constexpr, n, operands, inputs, copied, place, older, TAIL: gl.constexpr,
+    HALO: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy keys and values of a role's chunk of span n, and of the span its older keys."""
+    q, k, v, k_older, tail_k = operands
+    number, sequence, batch, head, v0, begin, end, count, slot0 = place
+    k_t, v_t, k_older_t = inputs
+    buffer = n % 2
+    bar = copied.index(buffer)
+    first = begin + (2 * n + WHO) * CHUNK
+    OF_OLDER: gl.constexpr = 2 * OLDER * WIDTH if HALO > 0 and WHO == 0 else 0
+    mbarrier.expect(bar, 2 * CHUNK * (WIDTH + COLUMNS) + OF_OLDER)
+    copy_halves(k, (batch, head, first), k_t, buffer, bar)
+    tma.async_copy_global_to_shared(v, [batch, head, first, v0], bar, v_t.index(buffer))
+    if HALO > 0 and WHO == 0:
+        if TAIL and n == 0:
+            copy_halves(tail_k, (sequence, head, older - OLDER), k_older_t, buffer, bar)
+        else:
+            copy_halves(k_older, (batch, head, first - OLDER), k_older_t, buffer, bar)
+
+
+@gluon.jit
 def look(
     WHO: gl.constexpr,
     operands, outs, of_inputs, tiles, low_t, queries_t, bars, older_errors, tail_length, writes,
@@ -411,7 +491,9 @@ def look(
     looked, errors = outs
     q_t, v_t = of_inputs
     k_t, k_older_t, wrote_t, keys_t, turned_t, older_t, older_turned_t, own_t = tiles
-    ready, taken, wrote, copied, first_wrote, first_done, second_done = bars
+    turns, copied, asked, chain = bars
+    ready, taken, wrote = turns
+    first_wrote, first_done, second_done = chain
     a1, a2 = kappa
     number, sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = low_t.dtype
@@ -420,35 +502,26 @@ def look(
     e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, features(COLUMNS)))
     nothing = gl.zeros([CHUNK, COLUMNS], gl.float32, OUT)
-    OF_OLDER: gl.constexpr = 2 * OLDER * WIDTH if HALO > 0 and WHO == 0 else 0
-    BYTES: gl.constexpr = 2 * CHUNK * (2 * WIDTH + COLUMNS) + OF_OLDER
-    own_k = k_t[WHO]
+    inputs = (k_t[WHO], v_t, k_older_t)
     written_by_none(
         WHO, tiles, older_errors, errors, writes, ends, place, heads, TAIL, VALUES, HALO
     )
     fence_async_shared()
     mbarrier.arrive(wrote, count=1)
-    for n in range(gl.cdiv(count, 2)):
+    spans = gl.cdiv(count, 2)
+    if spans > 0:
+        copy_queries(WHO, 0, q, q_t, asked, place)
+        copy_span(WHO, 0, operands, inputs, copied, place, older, TAIL, HALO)
+    for n in range(spans):
         c = 2 * n + WHO
         first = begin + c * CHUNK
-        rate = rate_of(ends, place, 2 * n, heads)
-        rate_second = rate_of(ends, place, 2 * n + 1, heads)
-        if WHO == 0:
-            mbarrier.wait(second_done, (n & 1) ^ 1)
-        mbarrier.expect(copied, BYTES)
-        copy_halves(q, (batch, head, first), q_t, copied)
-        copy_halves(k, (batch, head, first), own_k, copied)
-        tma.async_copy_global_to_shared(v, [batch, head, first, v0], copied, v_t.index(0))
-        if HALO > 0 and WHO == 0:
-            if TAIL and n == 0:
-                copy_halves(tail_k, (sequence, head, older - OLDER), k_older_t, copied)
-            else:
-                copy_halves(k_older, (batch, head, first - OLDER), k_older_t, copied)
-        mbarrier.wait(copied, n & 1)
-        q_low, q_high = halves(q_t, row < CHUNK, features(COLUMNS))
-        k_low, k_high = halves(own_k, first + row < end, features(COLUMNS))
+        buffer = n % 2
+        own = 2 * buffer + WHO
+        mbarrier.wait(asked, n & 1)
+        q_low, q_high = halves(q_t, 0, row < CHUNK, features(COLUMNS))
         turn(q_low, q_high, 0, queries_t)
-        own = n % 2 * 2 + WHO
+        mbarrier.wait(copied.index(buffer), (n // 2) & 1)
+        k_low, k_high = halves(k_t[WHO], buffer, first + row < end, features(COLUMNS))
         turn_keys(k_low, k_high, own, keys_t, turned_t)
         if HALO > 0 and WHO == 0:
             known = gl.where(n == 0, older if TAIL else 0, OLDER)
@@ -457,24 +530,42 @@ def look(
                 known = gl.where(n == 0, length, OLDER)
             SOME: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
             i = gl.arange(0, OLDER, layout=gl.SliceLayout(1, SOME))
-            o_low, o_high = halves(k_older_t, i >= OLDER - known, SOME)
-            turn_keys(o_low, o_high, n % 2, older_t, older_turned_t)
-            k_older_t.index(0).reshape([OLDER, HALF]).store(o_low)
-            k_older_t.index(1).reshape([OLDER, HALF]).store(o_high)
-            fence_async_shared()
+            o_low, o_high = halves(k_older_t, buffer, i >= OLDER - known, SOME)
+            turn_keys(o_low, o_high, buffer, older_t, older_turned_t)
+            rows_of(k_older_t, 2 * buffer).store(o_low)
+            rows_of(k_older_t, 2 * buffer + 1).store(o_high)
+        fence_async_shared()
+        if WHO == 0:  # the second chunk's role still reads the first one's keys
+            mbarrier.wait(second_done, (n & 1) ^ 1)
+        if n + 1 < spans:
+            copy_queries(WHO, n + 1, q, q_t, asked, place)
+            copy_span(WHO, n + 1, operands, inputs, copied, place, older, TAIL, HALO)
         of_q = nothing
         of_k = nothing
         for s in range(HALF):
             at = n * STEPS + s
             slot = at % SLOTS
             mbarrier.wait(ready.index(slot), (at // SLOTS) & 1)
-            of_q = found(q_low, q_high, 0, queries_t, s, low_t.index(slot), of_q)
+            tile = low_t.index(slot)
+            upper = tile.slice(HALF, HALF)
+            by, by_beyond = columns_of(queries_t, 0, s)
+            of_q = found(q_low, q_high, by, by_beyond, s, tile, of_q)
+            of_q = warpgroup_mma(times(q_high, by), upper, of_q, is_async=True)
             if DOT:
                 of_q = warpgroup_mma_wait(0, deps=[of_q])
             else:
-                of_k = found(k_low, k_high, own * WIDTH, keys_t, s, low_t.index(slot), of_k)
+                by, by_beyond = columns_of(keys_t, own * WIDTH, s)
+                of_k = found(k_low, k_high, by, by_beyond, s, tile, of_k)
+                of_q = warpgroup_mma_wait(1, deps=[of_q])  # what operands were made in is free
+                of_k = warpgroup_mma(times(k_high, by), upper, of_k, is_async=True)
                 of_q, of_k = warpgroup_mma_wait(0, deps=[of_q, of_k])
             mbarrier.arrive(taken.index(slot), count=1)
+        rate = rate_of(ends, place, 2 * n, heads)
+        rate_second = rate_of(ends, place, 2 * n + 1, heads)
+        write, there = write_of(writes, place, c, heads, HALO, False)
+        write_again, there_again = write, there
+        if HALO:
+            write_again, there_again = write_of(writes, place, c + 1, heads, HALO, True)
         at = n * STEPS + HALF
         squares = at % SLOTS
         mbarrier.wait(ready.index(squares), (at // SLOTS) & 1)
@@ -490,62 +581,66 @@ def look(
         mbarrier.arrive(taken.index(squares), count=1)
         mbarrier.arrive(taken.index(numbers), count=1)
 
-        values = v_t.index(0).reshape([CHUNK, COLUMNS])
+        # The chunks' errors, one after the other.
+        values = v_t.index(buffer).reshape([CHUNK, COLUMNS])
         if WHO == 1:
             mbarrier.wait(first_wrote, n & 1)
             by_first = (k_t[0], own_t.index(0))
             by_older = (k_older_t, own_t.index(2))
-            of_q = without(rate * of_q, q_low, q_high, by_first, by_older, a1, a2, HALO)
             if not DOT:
-                of_k = without(rate * of_k, k_low, k_high, by_first, by_older, a1, a2, HALO)
-        there = first + t < end
-        to = ((batch * tokens + first + t).to(gl.int64) * heads + head)[:, None] * VALUES
-        gl.store(looked + to + e[None, :], of_q, mask=there[:, None] & (e < VALUES)[None, :])
+                of_k = without(rate * of_k, k_low, k_high, by_first, by_older, buffer, a1, a2, HALO)
         R = of_k - values.load(OUT).to(gl.float32)
-        keep_errors(errors, R, there, place, c, heads, VALUES, HALO, False)
-        write, there = write_of(writes, place, c, heads, HALO, False)
         W = gl.where(there[:, None], write[:, None] * R, 0.0)
         if WHO == 0:
             own_t.index(0).store(W.to(dtype))
             fence_async_shared()
             mbarrier.arrive(first_wrote, count=1)
+        else:
+            wrote_t.index(1).store(W.to(dtype))
+            fence_async_shared()
+        keep_errors(errors, R, there, place, c, heads, VALUES, HALO, False)
+        if WHO == 0:
             W_end = rate_second * W
             if HALO:
                 if not DOT:
                     of_k = without(
                         rate * of_k, k_low, k_high, (k_t[0], own_t.index(0)),
-                        (k_older_t, own_t.index(2)), a1, a2, HALO,
+                        (k_older_t, own_t.index(2)), buffer, a1, a2, HALO,
                     )  # fmt: skip
                 R = of_k - values.load(OUT).to(gl.float32)
-                write, there = write_of(writes, place, c + 1, heads, HALO, True)
-                keep_errors(errors, R, there, place, c + 1, heads, VALUES, HALO, True)
-                again = gl.where(there[:, None], write[:, None] * R, 0.0)
+                again = gl.where(there_again[:, None], write_again[:, None] * R, 0.0)
                 own_t.index(1).store(again.to(dtype))
                 W_end += again
             wrote_t.index(0).store(W_end.to(dtype))
             fence_async_shared()
             if HALO:
                 mbarrier.arrive(first_done, count=1)
+            mbarrier.arrive(wrote, count=1)
         else:
-            wrote_t.index(1).store(W.to(dtype))
-            fence_async_shared()
             if HALO:
                 mbarrier.wait(first_done, n & 1)
                 if not DOT:
                     of_k = without(
                         rate_second * of_k, k_low, k_high, (k_t[1], wrote_t.index(1)),
-                        (k_t[0], own_t.index(1)), a1, a2, HALO,
+                        (k_t[0], own_t.index(1)), buffer, a1, a2, HALO,
                     )  # fmt: skip
                 R = of_k - values.load(OUT).to(gl.float32)
-                write, there = write_of(writes, place, c + 1, heads, HALO, True)
-                keep_errors(errors, R, there, place, c + 1, heads, VALUES, HALO, True)
-                again = gl.where(there[:, None], write[:, None] * R, 0.0)
+                again = gl.where(there_again[:, None], write_again[:, None] * R, 0.0)
+                decayed = rate_of(ends, place, 2 * n + 3, heads) * again
+                wrote_t.index(2 + (n + 1) % 2).store(decayed.to(dtype))
+                fence_async_shared()
+            mbarrier.arrive(wrote, count=1)
+            # `advance` goes on; there was time for queries now, before what they take is lost.
+            of_q = without(rate * of_q, q_low, q_high, by_first, by_older, buffer, a1, a2, HALO)
+            if HALO:
                 own_t.index(2).store(again.to(dtype))
-                again = rate_of(ends, place, 2 * n + 3, heads) * again
-                wrote_t.index(2 + (n + 1) % 2).store(again.to(dtype))
                 fence_async_shared()
             mbarrier.arrive(second_done, count=1)
-        mbarrier.arrive(wrote, count=1)
+        if HALO:
+            keep_errors(errors, R, there_again, place, c + 1, heads, VALUES, HALO, True)
+        to = ((batch * tokens + first + t).to(gl.int64) * heads + head)[:, None] * VALUES
+        mask = there[:, None] & (e < VALUES)[None, :]
+        gl.store(looked + to + e[None, :], of_q, mask=mask)
 
 
 @gluon.jit(do_not_specialize=WALK_RUNTIME)
@@ -577,10 +672,10 @@ def omega_walk_spans(
     own_t = gl.allocate_shared_memory(dtype, [3, CHUNK, COLUMNS], TILE)
     first_q_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, HALF], q.layout)
     second_q_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, HALF], q.layout)
-    first_k_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, HALF], k.layout)
-    second_k_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, HALF], k.layout)
-    first_v_t = gl.allocate_shared_memory(dtype, [1, 1, 1, CHUNK, COLUMNS], v.layout)
-    second_v_t = gl.allocate_shared_memory(dtype, [1, 1, 1, CHUNK, COLUMNS], v.layout)
+    first_k_t = gl.allocate_shared_memory(dtype, [4, 1, 1, CHUNK, HALF], k.layout)
+    second_k_t = gl.allocate_shared_memory(dtype, [4, 1, 1, CHUNK, HALF], k.layout)
+    first_v_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, COLUMNS], v.layout)
+    second_v_t = gl.allocate_shared_memory(dtype, [2, 1, 1, CHUNK, COLUMNS], v.layout)
     first_queries_t = gl.allocate_shared_memory(dtype, [WIDTH, CHUNK], LINE)
     second_queries_t = gl.allocate_shared_memory(dtype, [WIDTH, CHUNK], LINE)
     keys_t = gl.allocate_shared_memory(dtype, [4 * WIDTH, CHUNK], LINE)
@@ -590,25 +685,27 @@ def omega_walk_spans(
     older_t = keys_t
     older_turned_t = turned_t
     if HALO:
-        k_older_t = gl.allocate_shared_memory(dtype, [2, 1, 1, OLDER, HALF], k_older.layout)
+        k_older_t = gl.allocate_shared_memory(dtype, [4, 1, 1, OLDER, HALF], k_older.layout)
         older_t = gl.allocate_shared_memory(dtype, [2 * WIDTH, OLDER], LINE)
         SMALL: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
         older_turned_t = gl.allocate_shared_memory(dtype, [2, WIDTH, OLDER], SMALL)
     ready = barriers(SLOTS, 1)
     taken = barriers(SLOTS, 2)  # by both that look
     wrote = barriers(1, 2)
-    alone = barriers(5, 1)
+    alone = barriers(3, 1)
+    asked = barriers(2, 1)
+    first_copied = barriers(2, 1)
+    second_copied = barriers(2, 1)
+    lines = gl.allocate_shared_memory(gl.float32, [2, WIDTH * COLUMNS], LINE)
     of_memory = (low_t, wrote_t, keys_t, turned_t, older_t, older_turned_t)
     tiles = (
         (first_k_t, second_k_t), k_older_t, wrote_t, keys_t, turned_t, older_t, older_turned_t,
         own_t,
     )  # fmt: skip
-    first_bars = (
-        ready, taken, wrote.index(0), alone.index(0), alone.index(2), alone.index(3), alone.index(4)
-    )  # fmt: skip
-    second_bars = (
-        ready, taken, wrote.index(0), alone.index(1), alone.index(2), alone.index(3), alone.index(4)
-    )  # fmt: skip
+    chain = (alone.index(0), alone.index(1), alone.index(2))
+    turns = (ready, taken, wrote.index(0))
+    first_bars = (turns, first_copied, asked.index(0), chain)
+    second_bars = (turns, second_copied, asked.index(1), chain)
     operands = (q, k, v, k_older, tail_k)
     weights = (gl.sqrt_rn(a1), gl.sqrt_rn(a2))
     gl.warp_specialize(
@@ -633,15 +730,15 @@ def omega_walk_spans(
             (
                 advance,
                 (
-                    0, of_memory, (ready, taken, wrote.index(0)), packed, ends, weights, place,
-                    heads, HALO, NUMBERS, SLOTS,
+                    0, of_memory, lines.index(0), turns, packed, ends, weights, place, heads,
+                    HALO, NUMBERS,
                 ),
             ),
             (
                 advance,
                 (
-                    1, of_memory, (ready, taken, wrote.index(0)), packed, ends, weights, place,
-                    heads, HALO, NUMBERS, SLOTS,
+                    1, of_memory, lines.index(1), turns, packed, ends, weights, place, heads,
+                    HALO, NUMBERS,
                 ),
             ),
         ],

@@ -28,7 +28,7 @@ from .triton_spaces import OP
 
 REPACK_CONFIG = Config.make(4, 1, "fma")
 # Of a thread of a warpgroup that looks, of the second one, and of one that advances the memory.
-LOOK_REGISTERS, ADVANCE_REGISTERS = 128, 128
+LOOK_REGISTERS, ADVANCE_REGISTERS = 160, 96
 
 
 class SymmetricForward(Call):
@@ -87,6 +87,7 @@ class SymmetricForward(Call):
     def _launch_repack(self, packed: torch.Tensor, state: torch.Tensor, *, pack: bool) -> None:
         arguments = {"packed": packed, "state": state}
         constants = {"PACK": pack, "WIDE": self.wide, "STEPS": self.steps, **self.rows}
+        constants["HOPPER"] = bool(self.config.get("HOPPER"))
         programs = packed.shape[0] * packed.shape[1]
         kernel = (KERNELS, "repack")
         runtime.launch(OP, kernel, programs, self.device, REPACK_CONFIG, arguments, constants)

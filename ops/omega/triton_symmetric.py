@@ -42,9 +42,11 @@ def repack(
     packed, state,
     PACK: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     VALUES: tl.constexpr, STEPS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):  # fmt: skip
     """One tile of (N · H, blocks of V columns, STEPS, P, V), from or to the rows of a state
-    (N, H, WIDE, VALUES), both fp32. Without PAIRS the only step is that of the numbers.
+    (N, H, WIDE, VALUES), both fp32. Without PAIRS the only step is that of the numbers. HOPPER:
+    tiles of 64 × 32 lie as `hopper_symmetric.load_tile` takes them.
     """
     H: tl.constexpr = P // 2
     blocks: tl.constexpr = (VALUES + V - 1) // V
@@ -58,7 +60,11 @@ def repack(
     cols = (number // STEPS % blocks).to(tl.int32) * V + v
     row, _, exists = row_of(step, c, 1.0, 1.0, WIDTH, H, 0, WIDTH)
     inside = exists[:, None] & (cols < VALUES)[None, :]
-    tile = packed + number * (P * V) + c[:, None] * V + v[None, :]
+    cells = c[:, None] * V + v[None, :]
+    if HOPPER:
+        of_row = c // 16 * 512 + c % 8 * 16 + c % 16 // 8 * 2
+        cells = of_row[:, None] + (v // 8 * 128 + v % 8 // 2 * 4 + v % 2)[None, :]
+    tile = packed + number * (P * V) + cells
     rows = state + head * (WIDE * VALUES) + row[:, None] * VALUES + cols[None, :]
     if PACK:
         tl.store(tile, tl.load(rows, mask=inside, other=0.0))
