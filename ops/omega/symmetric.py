@@ -28,7 +28,7 @@ from .triton_spaces import OP
 
 REPACK_CONFIG = Config.make(4, 1, "fma")
 # Of a thread of a warpgroup that looks, of the second one, and of one that advances the memory.
-LOOK_REGISTERS, ADVANCE_REGISTERS = 160, 96
+LOOK_REGISTERS, ADVANCE_REGISTERS = 152, 104
 
 
 class SymmetricForward(Call):
@@ -215,9 +215,9 @@ class SymmetricForward(Call):
             "BEFORE": shape.read_before,
             "WINDOW": known_window(shape),
             "GATES_PRECISION": self.gates_precision,
-            "V": config["READ_V"],
+            "V": min(config["READ_V"], padded(shape.values)),
         }
-        blocks = -(-shape.values // config["READ_V"])
+        blocks = -(-shape.values // constants["V"])
         programs = self.slots * shape.heads * blocks
         launched = Config.make(config["READ_WARPS"], 1)
         kernel = (KERNELS, "omega_reads_symmetric")

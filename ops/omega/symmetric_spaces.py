@@ -7,13 +7,14 @@ to the memory to who looks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...autotune.space import Config, Device, Key, Space
 from .. import triton_runtime as runtime
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
-from .triton_spaces import OP, halo_of, rows_of, walked
+from .triton_spaces import OP, halo_of, parts_of, rows_of, walked
 
 KERNELS, HOPPER = f"{PACKAGE}.triton_symmetric", f"{PACKAGE}.hopper_symmetric"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
@@ -52,7 +53,7 @@ def bucket(shape: OmegaShape) -> Key:
         rows_of(shape.chunk_size),
         halo_of(shape),
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
-        shape.chunk_size == CHUNK and shape.wide > shape.width,
+        shape.wide > shape.width and parts_of(replace(shape, wide=shape.width)) == 1,
     )
 
 
@@ -79,11 +80,11 @@ def refusal(shape: OmegaShape) -> str | None:
 
 def _fits(config: Config, key: Key, device: Device) -> str | None:
     bucket = SymmetricBucket(*key)
+    if config.get("HOPPER"):
+        return _not_hopper(bucket, device)
     for tile in ("V", "READ_V"):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
-    if config.get("HOPPER"):
-        return _not_hopper(bucket, device)
     rows = bucket.chunk + bucket.halo
     # x of queries, keys and those before, by halves; a tile on its way, and what it is made of.
     shared = bucket.size * (
@@ -103,14 +104,17 @@ def _not_hopper(bucket: SymmetricBucket, device: Device) -> str | None:
     if bucket.size != 2:
         return "takes 16-bit types"
     if not bucket.hopper or bucket.width != CHUNK or bucket.halo > OLDER:
-        return f"serves features of pairs, of 33 to {CHUNK} numbers, in chunks of {CHUNK}"
+        return (
+            f"serves aligned views, features of pairs of 33 to {CHUNK} numbers, chunks of {CHUNK}, "
+            f"windows up to {OLDER + 1}"
+        )
     return None
 
 
-def _hopper(slots: int) -> Config:
-    return Config.make(
-        4, 1, "wgmma", atomic=False, HOPPER=1, V=COLUMNS, SLOTS=slots, READ_V=64, READ_WARPS=4
-    )
+def _hopper(slots: int, read_v: int, read_warps: int = 4) -> Config:
+    """A config of `hopper_symmetric`: its 4 warps look, the others join in."""
+    tiles = {"HOPPER": 1, "V": COLUMNS, "SLOTS": slots}
+    return Config.make(4, 1, "wgmma", atomic=False, READ_V=read_v, READ_WARPS=read_warps, **tiles)
 
 
 def _config(columns: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
@@ -141,8 +145,10 @@ SPACE_SYMMETRIC: Space = Space(
     pass_="fwd_symmetric",
     backend="triton",
     configs=(
-        _hopper(4),
-        _hopper(2),
+        _hopper(4, 64),
+        _hopper(2, 64),
+        _hopper(2, 32),
+        _hopper(2, 64, 8),
         _config(16, 4, 2, 16),
         _config(16, 4, 2, 64),
         _config(32, 4, 2, 32),

@@ -47,11 +47,6 @@ def supports(shape: PolynomialShape, arch: str) -> str | None:
     return reason
 
 
-def yields(shape: PolynomialShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
-
-
 def spaces(shape: PolynomialShape) -> dict[str, Space]:
     """The config spaces of a call's passes; powers of single numbers have none."""
     if by_itself(shape):

@@ -473,11 +473,3 @@ def test_tiles_are_at_least_sixteen_wide() -> None:
     for length in (0, 1, 16):
         assert padded(length) == 16
     assert padded(17) == 32
-
-
-def test_auto_waits_for_a_check_on_a_gpu() -> None:
-    """`auto` takes these kernels nowhere but under the interpreter; by name they run anywhere."""
-    given = op.arguments("polynomial_features", torch.ones(3, 4), None, None, degree=2, kept=None)
-    shape = op.shape_of("features", given, concrete=True)
-    assert backend.yields(shape, "cpu") is None
-    assert "not been checked" in str(backend.yields(shape, "sm_90"))
