@@ -19,7 +19,6 @@ errors: one further turn of the same update. Notation and formulas are those of 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -27,247 +26,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_advance import advance
+from .hopper_features import (
+    COLUMNS,
+    HALF,
+    OLDER,
+    STEPS,
+    WIDTH,
+    coefficient,
+    features,
+    halves,
+    one_of,
+    place_program,
+    rate_of,
+    rows_of,
+    times,
+    turn,
+    turn_keys,
+)
 from .hopper_fwd import CHUNK, barriers, left_operand, product
 
 WALK_RUNTIME = ("tokens", "heads", "chunks", "older", "stride_ah", "stride_ar")
-COLUMNS = gl.constexpr(32)  # of the memory that a program has
-WIDTH = gl.constexpr(64)  # of a padded key
-HALF = gl.constexpr(32)
-STEPS = gl.constexpr(34)  # tiles of a memory: of pairs, of the upper half's squares, of numbers
-OLDER = gl.constexpr(16)  # keys of the chunk before that a chunk may see
-ROOT2 = gl.constexpr(1.4142135623730951)
-
-
-@gluon.constexpr_function
-def features(columns):
-    """The layout of features as the left operand of a product of COLUMNS columns."""
-    return gl.DotOperandLayout(0, product(columns), 2)
-
-
-@gluon.constexpr_function
-def along_tokens():
-    """A layout of [tokens, numbers] whose threads have 8 tokens of a number."""
-    return gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-
-
-@gluon.constexpr_function
-def of_pairs_of(type_name, code):
-    """PTX for two 16-bit numbers in each register."""
-    return code.replace("TYPE", "bf16x2" if type_name == "bf16" else "f16x2")
-
-
-@gluon.jit
-def times(x, by):
-    """x · by, both of one 16-bit type."""
-    x, by = gl.broadcast(x, by)
-    CODE: gl.constexpr = of_pairs_of(x.dtype.name, "mul.rn.TYPE $0, $1, $2;")
-    return gl.inline_asm_elementwise(CODE, "=r,r,r", [x, by], x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def one_of(x, by, other, by_other, mask):
-    """x · by where bits of `mask` are set, else other · by_other. (The compiler's own selection
-    takes every number out of its pair.)
-    """
-    x, by = gl.broadcast(x, by)
-    other, by_other = gl.broadcast(other, by_other)
-    x, mask = gl.broadcast(x, mask)
-    CODE: gl.constexpr = of_pairs_of(
-        x.dtype.name,
-        "{ .reg .b32 x, y; mul.rn.TYPE x, $1, $2; mul.rn.TYPE y, $3, $4; "
-        "lop3.b32 $0, $5, x, y, 0xCA; }",
-    )
-    arguments = [x, by, other, by_other, mask]
-    return gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r", arguments, x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def place_program(number, cu, tokens, heads, chunks, VALUES: gl.constexpr, PACKED: gl.constexpr):
-    """Of a program: its memory's number, sequence, row of the batch, head and first column; the
-    sequence's first token, its end, its number of chunks and its first slot.
-    """
-    blocks: gl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
-    head = number // blocks % heads
-    sequence = number // blocks // heads
-    batch = sequence
-    begin = tokens * 0
-    end = tokens
-    slot0 = sequence * chunks
-    if PACKED:
-        batch = begin
-        begin = gl.load(cu + sequence)
-        end = gl.load(cu + sequence + 1)
-        slot0 = begin // CHUNK + sequence
-    count = gl.cdiv(end - begin, CHUNK)
-    return number, sequence, batch, head, number % blocks * COLUMNS, begin, end, count, slot0
-
-
-@gluon.jit
-def rate_of(ends, place, c, heads):
-    """A of a chunk's last token: 1 where there is no such chunk."""
-    number, sequence, batch, head, v0, begin, end, count, slot0 = place
-    at = (slot0 + c).to(gl.int64) * heads + head
-    return gl.load(ends + at * 3, mask=(c >= 0) & (c < count), other=1.0)
-
-
-@gluon.jit
-def coefficient(a, r: gl.constexpr, head, stride_ah, stride_ar, DEFAULTS: gl.constexpr):
-    """a_r of a head; DEFAULTS: all of them where no tensor holds any."""
-    if DEFAULTS is None:
-        return gl.load(a + head * stride_ah + r * stride_ar).to(gl.float32)
-    else:
-        return gl.to_tensor(DEFAULTS[r]).to(gl.float32)
-
-
-# ---- advance ------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def in_line():
-    """A line of a tile's numbers, four of a thread's side by side: in memory, a tile lies as the
-    threads of a product have it.
-    """
-    size = 4 * 128 * 4
-    return gl.DistributedLinearLayout(
-        [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [size]
-    )
-
-
-@gluon.jit
-def copy_tile(at, line):
-    """Begin to copy a tile of the memory, each thread what it will load."""
-    async_copy.async_copy_global_to_shared(
-        line, at + gl.arange(0, WIDTH * COLUMNS, layout=in_line())
-    )
-    async_copy.commit_group()
-
-
-@gluon.jit
-def load_tile(line):
-    """The tile that has been copied."""
-    async_copy.wait_group(0)
-    line = line.load(in_line())
-    # Of a place: warp, 8 columns, row of 8, pair of columns, 8 rows, column of a pair.
-    tile = line.reshape([4, 4, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([WIDTH, COLUMNS])
-    return gl.convert_layout(tile, product(COLUMNS), assert_trivial=True)
-
-
-@gluon.jit
-def store_tile(at, tile):
-    """What `copy_tile` copies."""
-    line = tile.reshape([4, 2, 8, 4, 4, 2]).permute((0, 3, 2, 4, 1, 5))
-    line = gl.convert_layout(line.reshape([WIDTH * COLUMNS]), in_line(), assert_trivial=True)
-    gl.store(at + gl.arange(0, WIDTH * COLUMNS, layout=in_line()), line)
-
-
-@gluon.jit
-def scaled(x, keys, turned, place, s):
-    """Features of a step, transposed: x_s x_c from row s on, x_{H+s} x_{H+c} before it."""
-    F: gl.constexpr = features(COLUMNS)
-    by = keys.index(place * WIDTH + s).load(gl.SliceLayout(0, F))
-    by_beyond = keys.index(place * WIDTH + HALF + s).load(gl.SliceLayout(0, F))
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, F))
-    mask = gl.where(c >= s, -1, 0).to(gl.int16)
-    beyond = turned.index(place).load(F)
-    return one_of(x, by[None, :], beyond, by_beyond[None, :], mask[:, None])
-
-
-@gluon.jit
-def show(tile, at, low_t, ready, taken):
-    """Give the at-th tile of all to who looks."""
-    SLOTS: gl.constexpr = low_t.shape[0]
-    slot = at % SLOTS
-    mbarrier.wait(taken.index(slot), ((at // SLOTS) & 1) ^ 1)
-    low_t.index(slot).store(tile.to(low_t.dtype))
-    fence_async_shared()
-    mbarrier.arrive(ready.index(slot), count=1)
-
-
-@gluon.jit
-def advance(
-    WHO: gl.constexpr,
-    tiles, line, bars, packed, ends, weights, place, heads,
-    HALO: gl.constexpr, NUMBERS: gl.constexpr,
-):  # fmt: skip
-    """Role of a warpgroup: every other tile of the memory, from span to span."""
-    low_t, wrote_t, keys_t, turned_t, older_t, older_turned_t = tiles
-    ready, taken, wrote = bars
-    of_numbers, of_pairs = weights
-    number, sequence, batch, head, v0, begin, end, count, slot0 = place
-    dtype: gl.constexpr = low_t.dtype
-    OUT: gl.constexpr = product(COLUMNS)
-    F: gl.constexpr = features(COLUMNS)
-    TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, OUT))
-    memory = packed + number.to(gl.int64) * (STEPS * WIDTH * COLUMNS)
-    SIZE: gl.constexpr = WIDTH * COLUMNS
-    spans = gl.cdiv(count, 2)
-    of_chunks = keys_t._reinterpret(dtype, [4, WIDTH, CHUNK], TILES)
-    of_older = older_t._reinterpret(dtype, [2, WIDTH, OLDER], TILES)
-    nothing = gl.zeros([WIDTH, COLUMNS], gl.float32, OUT)
-    copy_tile(memory + WHO * SIZE, line)
-    for n in range(spans + 1):
-        buffer = (n + 1) % 2  # of the span before
-        rate = rate_of(ends, place, 2 * n - 2, heads) * rate_of(ends, place, 2 * n - 1, heads)
-        mbarrier.wait(wrote, n & 1)
-        x0 = of_chunks.index(2 * buffer).load(F)
-        x1 = of_chunks.index(2 * buffer + 1).load(F)
-        older_wrote = wrote_t.index(2 + buffer)
-        if HALO:
-            x2 = of_older.index(buffer).load(F)
-            older_wrote = older_wrote.slice(CHUNK - OLDER, OLDER)
-        at = memory + WHO * SIZE
-        for s in range(WHO, HALF, 2):
-            acc = warpgroup_mma(
-                scaled(x0, keys_t, turned_t, 2 * buffer, s), wrote_t.index(0), nothing,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            acc = warpgroup_mma(
-                scaled(x1, keys_t, turned_t, 2 * buffer + 1, s), wrote_t.index(1), acc,
-                is_async=True,
-            )  # fmt: skip
-            if HALO:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                acc = warpgroup_mma(
-                    scaled(x2, older_t, older_turned_t, buffer, s), older_wrote, acc, is_async=True
-                )
-            weight = of_pairs * gl.where(c == s, 1.0, ROOT2)
-            weight = gl.where(gl.where(c >= s, c, s + HALF) < NUMBERS, weight, 0.0)
-            tile = load_tile(line)
-            copy_tile(at + 2 * SIZE, line)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            tile = rate * tile - weight[:, None] * acc
-            store_tile(at, tile)
-            at += 2 * SIZE
-            if n < spans:
-                show(weight[:, None] * tile, n * STEPS + s, low_t, ready, taken)
-        # Squares of the upper half, or the numbers.
-        weight = gl.where((c >= HALF) & (c < NUMBERS), of_pairs, 0.0)
-        of_x0 = x0
-        of_x1 = x1
-        if WHO == 0:
-            of_x0 = times(x0, x0)
-            of_x1 = times(x1, x1)
-        else:
-            weight = gl.where(c < NUMBERS, of_numbers, 0.0)
-        acc = warpgroup_mma(of_x0, wrote_t.index(0), nothing, use_acc=False, is_async=True)
-        acc = warpgroup_mma(of_x1, wrote_t.index(1), acc, is_async=True)
-        if HALO:
-            of_x2 = x2
-            if WHO == 0:
-                of_x2 = times(x2, x2)
-            acc = warpgroup_mma(of_x2, older_wrote, acc, is_async=True)
-        tile = load_tile(line)
-        copy_tile(memory + WHO * SIZE, line)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        tile = rate * tile - weight[:, None] * acc
-        store_tile(at, tile)
-        if n < spans:
-            show(weight[:, None] * tile, n * STEPS + HALF + WHO, low_t, ready, taken)
-    async_copy.wait_group(0)
-
-
-# ---- look ---------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -276,42 +55,6 @@ def copy_halves(x, at, tiles, buffer, bar):
     row, head, first = at
     tma.async_copy_global_to_shared(x, [row, head, first, 0], bar, tiles.index(2 * buffer))
     tma.async_copy_global_to_shared(x, [row, head, first, HALF], bar, tiles.index(2 * buffer + 1))
-
-
-@gluon.jit
-def rows_of(tiles, at):
-    """A half of the width of rows in shared memory."""
-    return tiles.index(at).reshape([tiles.shape[3], HALF])
-
-
-@gluon.jit
-def halves(tiles, buffer, there, LAYOUT: gl.constexpr):
-    """Both halves of the width of rows in shared memory; 0 but where `there`."""
-    low = rows_of(tiles, 2 * buffer).load(LAYOUT)
-    high = rows_of(tiles, 2 * buffer + 1).load(LAYOUT)
-    return gl.where(there[:, None], low, 0.0), gl.where(there[:, None], high, 0.0)
-
-
-@gluon.jit
-def turn(low, high, place, columns):
-    """Store rows transposed, as the place-th tile of `columns`, a row there for each number."""
-    SIZE: gl.constexpr = columns.shape[1]
-    L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    parts = columns._reinterpret(columns.dtype, [columns.shape[0] // HALF, HALF, SIZE], L)
-    low = gl.convert_layout(low, along_tokens())
-    high = gl.convert_layout(high, along_tokens())
-    parts.index(2 * place).permute((1, 0)).store(low)
-    parts.index(2 * place + 1).permute((1, 0)).store(high)
-
-
-@gluon.jit
-def turn_keys(low, high, place, columns, turned):
-    """What `turn` does; and once more, the upper half first, where operands are loaded from."""
-    turn(low, high, place, columns)
-    SIZE: gl.constexpr = turned.shape[2]
-    parts = turned._reinterpret(turned.dtype, [turned.shape[0] * 2, HALF, SIZE], turned.layout)
-    parts.index(2 * place).permute((1, 0)).store(gl.convert_layout(high, along_tokens()))
-    parts.index(2 * place + 1).permute((1, 0)).store(gl.convert_layout(low, along_tokens()))
 
 
 @gluon.jit

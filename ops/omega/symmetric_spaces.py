@@ -159,5 +159,12 @@ SPACE_SYMMETRIC: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=_default,
-    sources=(KERNELS, HOPPER, f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_chunks"),
+    sources=(
+        KERNELS,
+        HOPPER,
+        f"{PACKAGE}.hopper_advance",
+        f"{PACKAGE}.hopper_features",
+        f"{PACKAGE}.triton_fwd",
+        f"{PACKAGE}.triton_chunks",
+    ),
 )
