@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ op = importlib.import_module("fastweights.ops.paged_cache_write.op")
 eager = importlib.import_module("fastweights.ops.paged_cache_write.eager")
 CPU = torch.device("cpu")
 WRITE_ = ops.paged_cache_write_
-BACKENDS = ["eager"]
+INTERPRETED = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
+BACKENDS = ["eager", *["triton"] * INTERPRETED]
 
 
 def operands(
@@ -102,6 +104,26 @@ def test_other_types(dtype: torch.dtype) -> None:
     check(operands(dtype=dtype), "eager")
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="runs kernels in Triton's interpreter")
+def test_every_config() -> None:
+    backend = importlib.import_module("fastweights.ops.paged_cache_write.triton")
+    left = set(backend.SPACE_FWD.configs)
+    for width, layout in (
+        (16, "contiguous"),
+        (128, "contiguous"),
+        (256, "contiguous"),
+        (5, "pair"),
+        (5, "odd_stride"),
+        (1000, "spaced"),
+    ):
+        given = operands(width=width, layout=layout)
+        shape = op.unchecked_shape(op.WriteTensors(**given), concrete=True)
+        for config in contracts.every_config(backend.SPACE_FWD, shape):
+            check(operands(width=width, layout=layout), "triton")
+            left.discard(config)
+    assert not left, {config.name for config in left}
+
+
 # ---- as torch sees it ---------------------------------------------------------------------------
 
 
@@ -169,7 +191,11 @@ REFUSED = [
     ({"k_cache": lambda x: x[:, :, 1:]}, ValueError, "v_cache has size 3 in dimension 2"),
     ({"v_cache": lambda x: x[..., 1:]}, ValueError, "v_cache has size 7 in dimension 3"),
     ({"k_cache": lambda x: x[:1].expand_as(x)}, ValueError, "k_cache is expanded"),
-    ({"v_cache": lambda x: x.requires_grad_()}, ValueError, "v_cache requires grad; .*torch.index_put"),
+    (
+        {"v_cache": lambda x: x.requires_grad_()},
+        ValueError,
+        "v_cache requires grad; .*torch.index_put",
+    ),
     ({"k": lambda x: x.requires_grad_()}, ValueError, "k requires grad"),
     ({"slot_mapping": lambda x: x.short()}, TypeError, "slot_mapping has dtype int16"),
     ({"slot_mapping": lambda x: x[:2]}, ValueError, "slot_mapping has size 2 in dimension 0"),
