@@ -23,7 +23,7 @@ MOST_SPLITS = 1024
 # as long as the launch and the reading of a merge take.
 WHOLE = 256 << 10
 TILE = (4 << 10, 32 << 10)  # bytes of a block of keys, of narrow heads as many as there may be
-TWO_STAGES = 16 << 10  # with larger blocks than these, addresses of more stages spill
+LARGE = 16 << 10  # addresses of larger blocks spill, of more than two stages or by few warps
 MOST_TURNS = 4  # keys at a time, by the width of a head
 LOOSE_NUMBERS = 16  # of a block of keys for each thread; each takes an address
 SUMS = 64  # of rows of values, for each thread
@@ -134,7 +134,7 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
             return f"is for narrower heads: {numbers} numbers of a block of keys"
     elif not least <= tile <= most:
         return f"is for other widths: {tile} bytes of keys at a time"
-    elif tile > TWO_STAGES and config.num_stages > 2:
+    elif tile > LARGE and (config.num_stages > 2 or config.num_warps < 8):
         return f"is for narrower heads: {tile} bytes of keys at a time"
     few = bucket.size == 4 and bucket.width >= WIDE and config.num_warps < 8
     if few or bucket.rows * bucket.width > SUMS * 32 * config.num_warps:
