@@ -61,8 +61,8 @@ def _stream(
     step = max(1, KEYS // shape.page_size)
     for column in range(begin, end, step):
         columns = slice(column, min(column + step, end))
-        at = torch.arange(columns.start * shape.page_size, columns.stop * shape.page_size)
-        at = at.to(last.device)
+        keys = (columns.start * shape.page_size, columns.stop * shape.page_size)
+        at = torch.arange(*keys, device=last.device)
         seen = (at >= first[:, None]) & (at < last[:, None])  # (B, keys)
         k, v = _pages(shape, given, columns, seen)  # (B, Hk, keys, D)
         hidden = ~seen[:, None, None]
