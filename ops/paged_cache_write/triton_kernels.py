@@ -10,7 +10,7 @@ RUNTIME = (
     "stride_vc_p", "stride_vc_t", "stride_vc_h", "stride_vc_d",
 )  # fmt: skip
 
-VIEWS = ("k", "v", "k_cache", "v_cache")  # may start at any byte
+VIEWS = ("k", "v", "k_cache", "v_cache", "slots")  # may start at any byte
 
 
 @triton.jit

@@ -23,7 +23,8 @@ RUNTIME = (
     "stride_v_p", "stride_v_t", "stride_v_h", "stride_v_d",
 )  # fmt: skip
 
-VIEWS = ("q", "k", "v", "block_tables")  # may start at any byte
+HEADS = ("lengths", "null_base", "null_slope", "length_gain", "magnitude_gain")
+VIEWS = ("q", "k", "v", "block_tables", *HEADS)  # may start at any byte
 
 
 @triton.jit
@@ -202,7 +203,10 @@ def polar_decode(
         tl.store(pointers, acc, mask=inside[:, None] & (cols < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=("heads_q", "splits", "capacity", "window", "plane"))
+@triton.jit(
+    do_not_specialize=("heads_q", "splits", "capacity", "window", "plane"),
+    do_not_specialize_on_alignment=HEADS,
+)
 def polar_merge(
     partial, stats, lengths, null_value, null_base, null_slope, length_gain, magnitude_gain,
     direction, count, heads_q: tl.int32, splits: tl.int32, capacity: tl.int32, window: tl.int32,

@@ -19,9 +19,9 @@ KERNELS = f"{PACKAGE}.triton_kernels"
 # warpgroup; those of fp32 are six, of parts that registers have to hold.
 MOST_ROWS = {2: 32, 4: 16}
 MOST_SPLITS = 1024
-# A sequence of so many bytes of keys and values is not cut. One program reads them in 3 µs or so,
-# as long as the launch and the reading of a merge take.
-WHOLE = 256 << 10
+# A sequence of so many shares is not cut: one program reads 256 KiB in 3 µs or so, which is as long
+# as the launch and the reading of a merge take.
+WHOLE = 4
 TILE = (4 << 10, 32 << 10)  # bytes of a block of keys, of narrow heads as many as there may be
 LARGE = 16 << 10  # addresses of larger blocks spill, of more than two stages or by few warps
 MOST_TURNS = 4  # keys at a time, by the width of a head
@@ -96,11 +96,12 @@ def splits_of(shape: DecodeShape, config: Config, device: Device) -> int:
         return shape.num_splits
     keys = Bucket(*bucket(shape)).keys
     read = keys * 2 * shape.head_dim * shape.dtype.itemsize
-    if read <= WHOLE:
+    share = config["SHARE"] << 10
+    if read <= WHOLE * share:
         return 1
     programs = max(shape.batch * shape.heads_k * row_tiles(shape), 1)
     fill = config["EACH"] * device.multiprocessors // programs
-    return max(1, min(fill, read // (config["SHARE"] << 10), MOST_SPLITS))
+    return max(1, min(fill, read // share, MOST_SPLITS))
 
 
 def merge_config(splits: int) -> Config:
