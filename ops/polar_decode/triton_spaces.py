@@ -24,7 +24,7 @@ MOST_SPLITS = 1024
 WHOLE = 4
 TILE = (4 << 10, 32 << 10)  # bytes of a block of keys, of narrow heads as many as there may be
 LARGE = 16 << 10  # addresses of larger blocks spill, of more than two stages or by few warps
-MOST_TURNS = 4  # keys at a time, by the width of a head
+KEYS_PER_COLUMN = 4  # at a time at most, by the width of a head
 LOOSE_NUMBERS = 16  # of a block of keys for each thread; each takes an address
 SUMS = 64  # of rows of values, for each thread
 WIDE = 128  # heads of fp32 from this on take all registers of eight warps
@@ -129,7 +129,7 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     numbers = config["BLOCK_N"] * bucket.width
     tile = numbers * bucket.size
     least, most = TILE
-    least = min(least, MOST_TURNS * bucket.width**2 * bucket.size)
+    least = min(least, KEYS_PER_COLUMN * bucket.width**2 * bucket.size)
     if bucket.loose:
         if numbers > LOOSE_NUMBERS * 32 * config.num_warps:
             return f"is for narrower heads: {numbers} numbers of a block of keys"
@@ -140,7 +140,7 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     few = bucket.size == 4 and bucket.width >= WIDE and config.num_warps < 8
     if few or bucket.rows * bucket.width > SUMS * 32 * config.num_warps:
         return f"has {config.num_warps} warps, too few for {bucket.rows} rows of {bucket.width}"
-    if config["BLOCK_N"] > MOST_TURNS * bucket.width:
+    if config["BLOCK_N"] > KEYS_PER_COLUMN * bucket.width:
         return f"is for wider heads than {bucket.width}"
     shared = _bytes(config, bucket)
     if shared > device.shared_bytes:
