@@ -12,10 +12,12 @@ from .family import Family
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
 from .omega_step import OMEGA_STEP
+from .polar_decode import POLAR_DECODE
 from .polynomial import POLYNOMIAL
 
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL)
+    family.op: family
+    for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL, POLAR_DECODE)
 }
 
 

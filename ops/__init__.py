@@ -33,7 +33,9 @@ from .omega import (
 )
 from .omega.cache import OmegaCache, omega_cache, omega_extend
 from .omega_step import omega_step_
+from .paged_cache_write import paged_cache_write_
 from .polar_attention import PolarStats, polar_attention, softmax_attention
+from .polar_decode import polar_decode
 from .polynomial import polynomial_features, polynomial_read, polynomial_update
 from .short_conv import short_conv
 from .short_conv_step import short_conv_step_
@@ -64,7 +66,9 @@ __all__ = [
     "omega_memory",
     "omega_step_",
     "omega_step_size",
+    "paged_cache_write_",
     "polar_attention",
+    "polar_decode",
     "polynomial_features",
     "polynomial_read",
     "polynomial_update",

@@ -7,7 +7,7 @@ is accepted. They look at shapes, dtypes and devices, never at values on a GPU: 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
@@ -133,18 +133,22 @@ def writable(
     op: str, given: dict[str, torch.Tensor | None], written: dict[str, torch.Tensor], twin: str
 ) -> None:
     """Refuse what cannot be written in place, and what would lose its gradient by that."""
-    for name, x in (given | written).items():
-        if x is None:
-            continue
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                f"{op}: {name} requires grad; the op writes in place and has no gradient: call it "
-                f"under torch.no_grad(), or {twin}"
-            )
-        if name in written and any(
-            stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
-        ):
+    reason = "the op writes in place and has no gradient"
+    without_gradient(op, given | written, reason, twin)
+    for name, x in written.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(f"{op}: {name} is expanded, it cannot be written in place")
+
+
+def without_gradient(
+    op: str, given: Mapping[str, torch.Tensor | None], reason: str, twin: str
+) -> None:
+    """Refuse tensors whose gradient a call would lose; `twin` is what to do instead."""
+    for name, x in given.items():
+        if x is not None and torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{op}: {name} requires grad; {reason}: call it under torch.no_grad(), or {twin}"
+            )
 
 
 def readable(x: torch.Tensor) -> bool:
