@@ -53,7 +53,7 @@ def silu_of(x, SILU: tl.constexpr):
 
 
 @triton.jit
-def _gated(x, gate, GATED: tl.constexpr):
+def gated(x, gate, GATED: tl.constexpr):
     """z in fp32."""
     z = x.to(tl.float32)
     if GATED:
@@ -62,7 +62,7 @@ def _gated(x, gate, GATED: tl.constexpr):
 
 
 @triton.jit
-def _summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS: tl.constexpr):
+def summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS: tl.constexpr):
     """The taps, and a bias."""
     total = w0 * z + offset
     if TAPS > 1:
@@ -209,7 +209,7 @@ def conv_fwd(
             )  # fmt: skip
         for past in range(t1 - t0):
             t = t0 + past
-            z = _gated(next_x, next_in, GATE_IN)
+            z = gated(next_x, next_in, GATE_IN)
             out = next_out.to(tl.float32)
             next_x = after_x
             next_in = after_in
@@ -247,7 +247,7 @@ def conv_fwd(
                             stride_gate_in_t, stride_state_n, stride_state_r, GATE_IN, CARRIED,
                             TAPS, ALIGNED,
                         )  # fmt: skip
-            found = silu_of(_summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS), SILU)
+            found = silu_of(summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS), SILU)
             if RESIDUAL:
                 found += z
             if GATE_OUT:
@@ -428,29 +428,29 @@ def conv_bwd(
                     b3 = tl.zeros([C], tl.float32)
             live = n < sequences
             there = known & live
-            z = _gated(x0, g0, GATE_IN)
+            z = gated(x0, g0, GATE_IN)
             a1 = z
             a2 = z
             a3 = z
             if TAPS > 1:
                 a1 = _pulled(
-                    x, gate_in, state, t, start, n, c, there, 1, _gated(x1, g1, GATE_IN),
+                    x, gate_in, state, t, start, n, c, there, 1, gated(x1, g1, GATE_IN),
                     stride_x_t, stride_gate_in_t, stride_state_n, stride_state_r, GATE_IN, CARRIED,
                     TAPS, ALIGNED,
                 )  # fmt: skip
             if TAPS > 2:
                 a2 = _pulled(
-                    x, gate_in, state, t, start, n, c, there, 2, _gated(x2, g2, GATE_IN),
+                    x, gate_in, state, t, start, n, c, there, 2, gated(x2, g2, GATE_IN),
                     stride_x_t, stride_gate_in_t, stride_state_n, stride_state_r, GATE_IN, CARRIED,
                     TAPS, ALIGNED,
                 )  # fmt: skip
             if TAPS > 3:
                 a3 = _pulled(
-                    x, gate_in, state, t, start, n, c, there, 3, _gated(x3, g3, GATE_IN),
+                    x, gate_in, state, t, start, n, c, there, 3, gated(x3, g3, GATE_IN),
                     stride_x_t, stride_gate_in_t, stride_state_n, stride_state_r, GATE_IN, CARRIED,
                     TAPS, ALIGNED,
                 )  # fmt: skip
-            total = _summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS)
+            total = summed(z, a1, a2, a3, w0, w1, w2, w3, offset, TAPS)
             own = t < t1
             place_t = t.to(tl.int64) * channels
             if GATE_OUT:
@@ -482,7 +482,7 @@ def conv_bwd(
                     s3 += b0 * a3
                 s_bias += b0
             if own:
-                d_z = _summed(b0, b1, b2, b3, w0, w1, w2, w3, 0.0, TAPS)
+                d_z = summed(b0, b1, b2, b3, w0, w1, w2, w3, 0.0, TAPS)
                 if RESIDUAL:
                     d_z += d
                 if TAPS > 1:
@@ -510,13 +510,13 @@ def conv_bwd(
                     if (t == start) & live:
                         length = end - start
                         zero = tl.zeros([C], tl.float32)
-                        d = _summed(b0, b1, b2, zero, w1, w2, w3, zero, 0.0, TAPS - 1)
+                        d = summed(b0, b1, b2, zero, w1, w2, w3, zero, 0.0, TAPS - 1)
                         _sent(
                             d, d_state, d_initial, n, OLDER - 1, length, c, known, channels,
                             stride_d_state_n, stride_d_state_r, TAPS, ALIGNED,
                         )  # fmt: skip
                         if TAPS > 2:
-                            d = _summed(b0, b1, zero, zero, w2, w3, zero, zero, 0.0, TAPS - 2)
+                            d = summed(b0, b1, zero, zero, w2, w3, zero, zero, 0.0, TAPS - 2)
                             _sent(
                                 d, d_state, d_initial, n, OLDER - 2, length, c, known, channels,
                                 stride_d_state_n, stride_d_state_r, TAPS, ALIGNED,
