@@ -13,7 +13,7 @@
 | `attention/`,    | families: their cases, our calls, peers, and what the gate takes |
 | `newton_schulz/` |                                                                  |
 | `omega/` and     |                                                                  |
-| `omega_step/`    |                                                                  |
+| so on            |                                                                  |
 | `gate.py`        | correctness before time                                          |
 | `timing.py`      | CUDA graphs, interleaved, cold L2; host time apart               |
 | `memory.py`      | peak bytes of forward + backward                                 |
