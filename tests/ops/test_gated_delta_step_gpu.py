@@ -45,6 +45,11 @@ CASES = [
     BASE.but(width=5, values=130),
     BASE.but(width=250, values=20),
     BASE.but(width=64, values=300),
+    # Widths that are no power of two, and values of another width.
+    *(
+        BASE.but(width=width, values=values, tokens=5)
+        for width, values in ((40, 80), (80, 40), (96, 96), (100, 192), (192, 100), (256, 8))
+    ),
     BASE.but(batch=17, heads=(8, 8, 32), width=128, values=128, tokens=4),
 ]
 

@@ -51,6 +51,8 @@ CASES = [
     BASE.but(tokens=4, width=33, values=3),
     BASE.but(tokens=4, width=5, values=130),
     BASE.but(tokens=4, width=130, values=5, batch=1),
+    BASE.but(tokens=3, width=40, values=80, batch=1),
+    BASE.but(tokens=3, width=192, values=20, batch=1),
     BASE.but(tokens=4, width=128, values=128, batch=1, heads=(1, 1, 1)),
 ]
 

@@ -133,6 +133,9 @@ def test_literal(case: Case, dtype: str, device: torch.device) -> None:
 def test_long_rows(dtype: str, device: torch.device) -> None:
     """Sums of weights over many runs; many packed sequences of all lengths from none on."""
     check(Case(4, 4099, 1024, taps=3), DTYPES[dtype], device, seeds=(0,))
+    check(Case(1, 65537, 64, taps=4, gates="i"), DTYPES[dtype], device, seeds=(0,))
+    case = Case(tokens=1010, channels=64, packed=(0, 1, 64, 65, 200, 1000), **ALL)
+    check(case, DTYPES[dtype], device, seeds=(0,))
     lengths = torch.arange(90) % 47
     ends = (0, *lengths.cumsum(0).tolist())
     case = Case(tokens=ends[-1] + 9, channels=256, packed=ends, **ALL)
