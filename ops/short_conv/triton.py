@@ -1,4 +1,4 @@
-"""Triton backend: the launchers. Kernels are in `triton_kernels`, configs in `triton_spaces`."""
+"""Triton backend: the launchers. Kernels are in `triton_kernels` and `triton_backward`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from .op import ConvShape, ConvTensors
-from .triton_spaces import KERNELS, OP, SPACE_BWD, SPACE_FWD, THREAD_BYTES, bucket, refusal
+from .triton_spaces import (
+    BACKWARD,
+    KERNELS,
+    OP,
+    SPACE_BWD,
+    SPACE_FWD,
+    THREAD_BYTES,
+    bucket,
+    refusal,
+)
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports", "yields"]
+
+# A line of memory, and so many of them that adding up takes few turns.
+SUMMED_CHANNELS, SUMMED_PIECES = 32, 128
+SUMS_CONFIG = Config.make(4, 1, "fma")
 
 
 def supports(shape: ConvShape, arch: str) -> str | None:
@@ -44,7 +57,7 @@ def fwd(shape: ConvShape, given: ConvTensors) -> tuple[torch.Tensor, torch.Tenso
     y = empty(given.x.shape, dtype=shape.dtype, device=shape.device)
     last = call.of_state()
     arguments = call.arguments | {"y": y, "last": last}
-    call.launch("conv_fwd", arguments, shape.batch if shape.taps > 1 else 0)
+    call.launch((KERNELS, "conv_fwd"), arguments, shape.batch if shape.taps > 1 else 0)
     return y, last
 
 
@@ -61,7 +74,7 @@ def bwd(
 
     d_x, d_in, d_out = like_x(True), like_x(shape.gate_in), like_x(shape.gate_out)
     d_initial = call.of_state() if shape.carried else None
-    # Each run's part of the gradients of weight and bias: summed in one order, without atomics.
+    # Each run's part of the gradients of weight and bias, added up in one order, without atomics.
     parts = (call.pieces, shape.taps + shape.bias, shape.channels)
     sums = empty(parts, dtype=torch.float32, device=shape.device)
     arguments = call.arguments | {
@@ -77,11 +90,14 @@ def bwd(
         "stride_d_state_n": d_state.stride(0),
         "stride_d_state_r": d_state.stride(1),
     }
-    call.launch("conv_bwd", arguments, shape.batch if shape.carried and shape.taps > 1 else 0)
-    total = sums.sum(0)
-    d_weight = total[: shape.taps].t().to(given.weight.dtype, copy=True)
-    d_weight = d_weight.reshape(-1).view(given.weight.shape)  # strides of one tap, too
-    d_bias = None if given.bias is None else total[shape.taps].to(given.bias.dtype, copy=True)
+    call.launch(
+        (BACKWARD, "conv_bwd"), arguments, shape.batch if shape.carried and shape.taps > 1 else 0
+    )
+    d_weight = empty(given.weight.shape, dtype=given.weight.dtype, device=shape.device)
+    d_bias = None
+    if given.bias is not None:
+        d_bias = empty(given.bias.shape, dtype=given.bias.dtype, device=shape.device)
+    call.add_up(sums, d_weight, d_bias)
     return d_x, d_weight, d_bias, d_in, d_out, d_initial
 
 
@@ -131,7 +147,7 @@ class _Call:
         size = (shape.batch, shape.taps - 1, shape.channels)
         return empty(size, dtype=torch.float32, device=shape.device)
 
-    def launch(self, kernel: str, arguments: dict[str, Any], sequences: int) -> None:
+    def launch(self, kernel: tuple[str, str], arguments: dict[str, Any], sequences: int) -> None:
         """Programs for every run, and for each of so many sequences."""
         shape, config = self.shape, self.config
         blocks = -(-shape.channels // config["C"])
@@ -151,7 +167,26 @@ class _Call:
         if config.get("AHEAD"):
             constants["AHEAD"] = config["AHEAD"]
         programs = (self.pieces + sequences) * blocks
-        runtime.launch(OP, (KERNELS, kernel), programs, shape.device, config, arguments, constants)
+        runtime.launch(OP, kernel, programs, shape.device, config, arguments, constants)
+
+    def add_up(
+        self, sums: torch.Tensor, d_weight: torch.Tensor, d_bias: torch.Tensor | None
+    ) -> None:
+        """The gradients of weight and bias from each run's part of them."""
+        shape = self.shape
+        arguments: dict[str, Any] = {
+            "sums": sums,
+            "d_weight": d_weight,
+            "d_bias": d_bias,
+            "pieces": self.pieces,
+            "groups": shape.channels // self.vector,
+        }
+        constants: dict[str, Any] = {"TAPS": shape.taps, "BIAS": shape.bias, "VEC": self.vector}
+        constants |= {"C": SUMMED_CHANNELS, "P": SUMMED_PIECES}
+        programs = -(-shape.channels // SUMMED_CHANNELS) * (shape.taps + shape.bias)
+        runtime.launch(
+            OP, (BACKWARD, "conv_sums"), programs, shape.device, SUMS_CONFIG, arguments, constants
+        )
 
 
 def vector(shape: ConvShape, rows: list[torch.Tensor]) -> int:

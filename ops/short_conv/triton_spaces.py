@@ -12,7 +12,7 @@ from ...autotune.space import Config, Device, Key, Space
 from .op import PACKAGE, ConvShape
 
 OP = "short_conv"
-KERNELS = f"{PACKAGE}.triton_kernels"
+KERNELS, BACKWARD = f"{PACKAGE}.triton_kernels", f"{PACKAGE}.triton_backward"
 LEAST_CHANNELS, MOST_CHANNELS = 64, 2048  # of a bucket
 THREAD_BYTES = 16  # of a row
 BUSY = 16  # warps that a multiprocessor has at a time
@@ -168,6 +168,6 @@ SPACE_BWD = Space(
     fits=_fits,
     bucket=bucket,
     default=_default_bwd,
-    sources=(KERNELS,),
+    sources=(BACKWARD, KERNELS),
     near=("numbers",),
 )

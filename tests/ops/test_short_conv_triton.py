@@ -84,6 +84,7 @@ CASES = [
     Case(packed=(0,), taps=4),
     Case(packed=(0, 0), tokens=0, **ALL),
     Case(batch=0, **ALL),
+    Case(130, 2, 3, taps=2, gates="i", bias=True),  # more runs than are added up at a time
     Case(channels=1, taps=4, activation="silu"),
     Case(channels=5, tokens=18, **ALL),
     Case(channels=130, tokens=18, batch=1, **ALL),
@@ -366,7 +367,7 @@ def test_one_signature_for_all_lengths_and_strides() -> None:
         print(json.dumps([len(sources), len({repr(source) for source in sources})]))
         """
     )
-    assert json.loads(found[-1]) == [80, 2]
+    assert json.loads(found[-1]) == [120, 3]
 
 
 def test_a_config_of_wider_rows_is_refused() -> None:
