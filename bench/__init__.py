@@ -12,10 +12,8 @@
 | `family.py`      | what a family answers; `cases.py` what each of its cases has     |
 | `attention/`,    | families: their cases, our calls, peers, and what the gate takes |
 | `newton_schulz/` |                                                                  |
-| `omega/`,        |                                                                  |
-| `omega_step/`,   |                                                                  |
-| `polynomial/`,   |                                                                  |
-| `polar_decode/`  |                                                                  |
+| `omega/` and     |                                                                  |
+| so on            |                                                                  |
 | `gate.py`        | correctness before time                                          |
 | `timing.py`      | CUDA graphs, interleaved, cold L2; host time apart               |
 | `memory.py`      | peak bytes of forward + backward                                 |

@@ -42,9 +42,9 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
-    commit = _output("git", "rev-parse", "--short=12", "HEAD", folder=root)
+    commit = (_output("git", "rev-parse", "HEAD", folder=root) or "")[:12]
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", folder=root)
-    return f"{commit} with local changes" if commit and changed else commit
+    return f"{commit} with local changes" if commit and changed else commit or None
 
 
 def describe(device: torch.device | None = None) -> dict[str, str | None]:

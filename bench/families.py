@@ -9,15 +9,26 @@ from typing import Any
 from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
 from .family import Family
+from .gated_delta_step import GATED_DELTA_STEP
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
 from .omega_step import OMEGA_STEP
 from .polar_decode import POLAR_DECODE
 from .polynomial import POLYNOMIAL
+from .short_conv import SHORT_CONV
 
 FAMILIES: dict[str, Family[Any, Any]] = {
     family.op: family
-    for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL, POLAR_DECODE)
+    for family in (
+        ATTENTION,
+        NEWTON_SCHULZ,
+        OMEGA,
+        OMEGA_STEP,
+        POLYNOMIAL,
+        POLAR_DECODE,
+        GATED_DELTA_STEP,
+        SHORT_CONV,
+    )
 }
 
 

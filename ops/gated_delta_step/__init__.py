@@ -144,7 +144,9 @@ def gated_delta_step_(
         slots: int64 or int32 (B,), the memory of each row, all distinct; −1: the row is skipped, no
             memory changes and its o is 0. Values are checked on the CPU alone.
         scale, qk_l2norm, l2norm_eps: as in `gated_delta_rule`.
-        backend: "auto", "eager", "triton" or "cuda".
+        backend: "auto", "eager", "triton" or "cuda". Triton takes Dk up to 256, and is fast where
+            memories lie at multiples of 16 bytes; a pool whose last dimension is strided is copied,
+            and copied back.
 
     Returns:
         o (B, H, Dv), contiguous, v's dtype.

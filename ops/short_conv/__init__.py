@@ -66,7 +66,8 @@ def short_conv(
         output_final_state: return the same of the last tokens.
         cu_seqlens: int32 (N + 1,), starts of sequences that lie one behind the other along T of a
             batch of 1; tokens after the last one are padding.
-        backend: "auto", "eager", "triton" or "cuda".
+        backend: "auto", "eager", "triton" or "cuda". Triton is fast where rows lie at multiples of
+            16 bytes; a tensor whose last dimension is strided is copied.
 
     Returns:
         y (B, T, D), contiguous, x's dtype, 0 in padding; and the final state (N, K − 1, D), or None

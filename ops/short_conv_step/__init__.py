@@ -66,7 +66,8 @@ def short_conv_step_(
         slots: int64 (B,), the state of each row, all distinct; −1: the row is skipped, no state
             changes and its y is 0. Values are checked on the CPU alone.
         gate_in, gate_out: (B, D), dtype as x.
-        backend: "auto", "eager", "triton" or "cuda".
+        backend: "auto", "eager", "triton" or "cuda". Triton is fast where rows lie at multiples of
+            16 bytes; a pool whose last dimension is strided is copied, and copied back.
 
     Returns:
         y (B, D), contiguous, x's dtype.

@@ -18,6 +18,7 @@ from fastweights import ops
 from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
 from fastweights.ops import dispatch
+from fastweights.ops.gated_delta_step import tuning as gated_delta_step
 from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
 from fastweights.ops.omega_step import tuning as omega_step
@@ -25,10 +26,13 @@ from fastweights.ops.paged_cache_write import tuning as paged_cache_write
 from fastweights.ops.polar_attention import tuning as polar
 from fastweights.ops.polar_decode import tuning as polar_decode
 from fastweights.ops.polynomial import tuning as polynomial
+from fastweights.ops.short_conv import tuning as short_conv
+from fastweights.ops.short_conv_step import tuning as short_conv_step
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TUNINGS = {
+    "gated_delta_step": gated_delta_step,
     "newton_schulz": newton_schulz,
     "omega": omega,
     "omega_step": omega_step,
@@ -36,6 +40,8 @@ TUNINGS = {
     "polar_attention": polar,
     "polar_decode": polar_decode,
     "polynomial": polynomial,
+    "short_conv": short_conv,
+    "short_conv_step": short_conv_step,
 }
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -170,7 +176,24 @@ def decoded(keys: int, page_size: int, **changes: Any) -> Any:
     )
 
 
+def delta(rows: int, width: int) -> Any:
+    return gated_delta_step.Problem("tiny", rows, 2, width, width, 2, dtypes=("fp32",), few=True)
+
+
+def conv(tokens: int, channels: int, **changes: Any) -> Any:
+    return short_conv.Problem("tiny", 1, tokens, channels, dtypes=("fp32",), **changes)
+
+
+def conv_step(rows: int, channels: int, **changes: Any) -> Any:
+    return short_conv_step.Problem("tiny", rows, channels, dtypes=("fp32",), few=True, **changes)
+
+
 TINY = {
+    "gated delta step": Tiny(delta(3, 16), delta(5, 16), delta(4, 13)),
+    "short_conv": Tiny(conv(20, 16), conv(17, 16), conv(9, 13, taps=4, silu=True, bias=True)),
+    "short_conv step": Tiny(
+        conv_step(3, 16), conv_step(5, 16), conv_step(4, 13, taps=4, silu=True, bias=True)
+    ),
     "newton_schulz": Tiny(stack(3, 16, 16), stack(2, 13, 15), stack(1, 15, 9)),
     "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
     "polar": Tiny(attention(20), attention(17), attention(7)),
@@ -255,5 +278,15 @@ def test_sizes_make_problems() -> None:
     made = paged_cache_write.problem(N=9, D=32, H=2, page=16)
     assert made.name == "N9-H2-D32-page16"
     assert made.inputs(torch.float32, CPU, 0)["v_cache"].shape == (2, 16, 2, 32)
+    made = gated_delta_step.problem(N=3, D=32, Dv=16, H=4, groups=2)
+    assert made.name == "N3-H4-D32-V16-groups2"
+    given = made.inputs(torch.float32, CPU, 0)
+    assert [given[name].shape[1:] for name in "qkv"] == [(2, 32), (2, 32), (4, 16)]
+    made = short_conv.problem(T=9, D=8, B=2, K=4, gates="i", silu=1, bias=1)
+    assert made.name == "B2-T9-D8-K4-i-silu-bias"
+    assert set(made.inputs(torch.float32, CPU, 0)) == {"x", "weight", "bias", "gate_in"}
+    made = short_conv_step.problem(N=3, D=8, residual=1)
+    assert made.name == "N3-D8-K3-io-residual"
+    assert made.inputs(torch.float32, CPU, 0)["state_pool"].shape == (3, 2, 8)
     gram = newton_schulz.problem(m=8, B=3, function="gram_newton_schulz_factor")
     assert gram.inputs(torch.float32, CPU, 0)["gram"].shape == (3, 8, 8)

@@ -77,3 +77,50 @@ class Case:
             shape = (sequences, heads, self.width, self.values)
             given["initial_state"] = inputs.embed(inputs.normal(shape, source, acc, 0.5))
         return given | {"scale": self.scale, "qk_l2norm": self.qk_l2norm}
+
+
+RULES = ("scale", "qk_l2norm")
+
+
+def one_step(given: dict[str, Any], t: int) -> dict[str, Any]:
+    """The arguments of a step but for memories: token t of each sequence."""
+    rules = {name: given[name] for name in RULES if name in given}
+    return rules | {name: given[name][:, t] for name in TOKENS}
+
+
+def in_steps(
+    step: Any, *, view: Any = inputs.embed, index: torch.dtype = torch.int64,
+    initial_state: torch.Tensor, **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and the last state of a call made one token at a time, in slots of a pool.
+
+    Sequence n begins n tokens later than the first one, and rests at every third step; its rows
+    are NaN when it is skipped.
+    """
+    batch, tokens, heads = given["beta"].shape
+    device = given["v"].device
+    slots = torch.arange(batch, device=device).flip(0) * 2 + 1
+    pool = initial_state.new_full((2 * batch + 1, *initial_state.shape[1:]), float("nan"))
+    pool[slots] = initial_state
+    pool = view(pool)
+    done = torch.zeros(batch, dtype=torch.long, device=device)
+    sequence = torch.arange(batch, device=device)
+    out = given["v"].new_full((batch, tokens, heads, given["v"].shape[3]), float("nan"))
+    time = 0
+    while bool((done < tokens).any()):
+        live = (done < tokens) & (time >= sequence) & ((time + sequence) % 3 != 2)
+        at = done.clamp(max=tokens - 1)
+        rows = {name: given[name] for name in RULES if name in given}
+        for name in TOKENS:
+            x = given[name][sequence, at]
+            x[~live] = float("nan")
+            rows[name] = view(x)
+        o = step(**rows, state_pool=pool, slots=torch.where(live, slots, -1).to(index))
+        assert not o[~live].any(), "o of a skipped row is not 0"
+        out[sequence[live], at[live]] = o[live]
+        done += live
+        time += 1
+    rest = torch.ones(len(pool), dtype=torch.bool, device=device)
+    rest[slots] = False
+    assert pool[rest].isnan().all(), "a slot that no row names was written"
+    return out, pool[slots]

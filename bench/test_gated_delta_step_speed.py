@@ -1,0 +1,15 @@
+"""Steps of the gated delta rule as a pytest-benchmark suite: `pytest bench/ --benchmark-only`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastweights.bench import speed
+
+
+@pytest.mark.parametrize(("contender", "mode"), speed.parameters("gated_delta_step"))
+def test_gated_delta_step(benchmark: Any, contender: Any, mode: str) -> None:
+    """Time one call of one contender that passed its gate."""
+    speed.measure(benchmark, contender, mode)
