@@ -225,7 +225,7 @@ def copy_span(
 def look(
     WHO: gl.constexpr,
     operands, outs, of_inputs, tiles, low_t, queries_t, bars, older_errors, tail_length, writes,
-    ends, kappa, place, tokens, heads, older,
+    ends, kappa, place, heads, older,
     DOT: gl.constexpr, PACKED: gl.constexpr, TAIL: gl.constexpr, LENGTHS: gl.constexpr,
     VALUES: gl.constexpr, HALO: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -381,9 +381,9 @@ def look(
             mbarrier.arrive(second_done, count=1)
         if HALO:
             keep_errors(errors, R, there_again, place, c + 1, heads, VALUES, HALO, True)
-        to = ((batch * tokens + first + t).to(gl.int64) * heads + head)[:, None] * VALUES
+        to = ((slot0 + c).to(gl.int64) * heads + head) * CHUNK + t
         mask = there[:, None] & (e < VALUES)[None, :]
-        gl.store(looked + to + e[None, :], of_q, mask=mask)
+        gl.store(looked + to[:, None] * VALUES + e[None, :], of_q, mask=mask)
 
 
 @gluon.jit(do_not_specialize=WALK_RUNTIME)
@@ -458,7 +458,7 @@ def omega_walk_spans(
                 (
                     0, operands, (looked, errors), (first_q_t, first_v_t), tiles, low_t,
                     first_queries_t, first_bars, older_errors, tail_length, writes, ends, (a1, a2),
-                    place, tokens, heads, older, DOT, PACKED, TAIL, LENGTHS, VALUES, HALO, SLOTS,
+                    place, heads, older, DOT, PACKED, TAIL, LENGTHS, VALUES, HALO, SLOTS,
                 ),
             ),
             (
@@ -467,7 +467,7 @@ def omega_walk_spans(
                     1, operands, (looked, errors), (second_q_t, second_v_t), tiles, low_t,
                     second_queries_t, second_bars, older_errors, tail_length, writes, ends,
                     (a1, a2),
-                    place, tokens, heads, older, DOT, PACKED, TAIL, LENGTHS, VALUES, HALO, SLOTS,
+                    place, heads, older, DOT, PACKED, TAIL, LENGTHS, VALUES, HALO, SLOTS,
                 ),
             ),
             (

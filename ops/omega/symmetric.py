@@ -95,7 +95,7 @@ class SymmetricForward(Call):
     def _walk(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """φ(q) M of every token, M at its chunk's begin, and R of every chunk's keys."""
         shape, config = self.shape, self.config
-        looked = self.empty(*self.given.v.shape)
+        looked = self.empty(self.slots, shape.heads, self.flags["CHUNK"], shape.values)
         keys = self.halo + self.flags["CHUNK"]
         errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
         arguments: dict[str, Any] = {
@@ -128,7 +128,7 @@ class SymmetricForward(Call):
     def _walk_spans(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What `_walk` finds, two chunks at a time."""
         shape = self.shape
-        looked = self.empty(*self.given.v.shape)
+        looked = self.empty(self.slots, shape.heads, self.flags["CHUNK"], shape.values)
         keys = self.halo + self.flags["CHUNK"]
         errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
         tail = self.older["tail_k"] if self.flags["TAIL"] else None

@@ -185,7 +185,7 @@ def omega_walk_symmetric(
 
     q_columns, k_columns (B, H, WIDTH, T): q and k once more. packed (N, H, blocks of V columns,
     STEPS, P, V), fp32: the memory, before the first token, and when done after the last.
-    looked (B, T, H, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors (slots, H,
+    looked (slots, H, CHUNK, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors (slots, H,
     HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first.
     """
     H: tl.constexpr = P // 2
@@ -311,9 +311,9 @@ def omega_walk_symmetric(
             memory, STEPS - 1, weight, rate, (bt, W, ot_before, W_older), (kt, ot, qt),
             (R, R_older, Y), DOT, HALO, P, V, PRECISION,
         )  # fmt: skip
-        to = (((batch * tokens + first + t).to(tl.int64) * heads + head) * VALUES)[:, None]
-        tl.store(looked + to + e[None, :], Y, mask=there[:, None] & inside)
         at = (slot0 + number).to(tl.int64) * heads + head
+        to = (at * CHUNK + t)[:, None] * VALUES + e[None, :]
+        tl.store(looked + to, Y, mask=there[:, None] & inside)
         place = at * (HALO + CHUNK)
         write = tl.load(writes + place + HALO + t, mask=(t >= 0) & more, other=0.0)
         W = write[:, None] * R
@@ -361,7 +361,8 @@ def omega_reads_symmetric(
         to = (((batch * tokens + first + t).to(tl.int64) * heads + head) * VALUES)[:, None]
         to = to + e[None, :]
         mask = there[:, None] & (e < VALUES)[None, :]
-        read = tl.load(looked + to, mask=mask, other=0.0)
+        of_slot = (slot.to(tl.int64) * heads + head) * CHUNK + t
+        read = tl.load(looked + of_slot[:, None] * VALUES + e[None, :], mask=mask, other=0.0)
         if DECAY:
             read *= load_rate(whole, rest, row, tokens, first, seen, size, DECAY)[:, None]
         first_degree = coefficient(a, 1, head, stride_ah, stride_ar, DEFAULTS)
