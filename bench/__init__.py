@@ -12,8 +12,9 @@
 | `family.py`      | what a family answers; `cases.py` what each of its cases has     |
 | `attention/`,    | families: their cases, our calls, peers, and what the gate takes |
 | `newton_schulz/` |                                                                  |
-| `omega/` and     |                                                                  |
-| `omega_step/`    |                                                                  |
+| `omega/`,        |                                                                  |
+| `omega_step/`,   |                                                                  |
+| `delta_rewrite/` |                                                                  |
 | `gate.py`        | correctness before time                                          |
 | `timing.py`      | CUDA graphs, interleaved, cold L2; host time apart               |
 | `memory.py`      | peak bytes of forward + backward                                 |

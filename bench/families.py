@@ -8,6 +8,7 @@ from typing import Any
 
 from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
+from .delta_rewrite import DELTA_REWRITE
 from .family import Family
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
@@ -15,7 +16,8 @@ from .omega_step import OMEGA_STEP
 from .polynomial import POLYNOMIAL
 
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.op: family for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL)
+    family.op: family
+    for family in (ATTENTION, NEWTON_SCHULZ, OMEGA, OMEGA_STEP, POLYNOMIAL, DELTA_REWRITE)
 }
 
 
