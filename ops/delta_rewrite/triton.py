@@ -51,12 +51,13 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
     """
     call = _Call(shape, given)
     memory = given.state, given.normalizer
+    call.prepare()
     after: tuple[torch.Tensor | None, ...] = (None, None)
     change = None
     if shape.tokens:
         memory, change = call.write()
         after = memory if given.slots is None else after
-    y = None if given.q is None else call.read(given.q, *memory)
+    y = None if given.q is None else call.read(*memory)
     return y, *after, change
 
 
@@ -92,28 +93,34 @@ class _Call:
             self.constants | constants,
         )  # fmt: skip
 
-    def prepare(self, x: torch.Tensor, *, keys: bool) -> tuple[torch.Tensor, ...]:
-        """φ of the rows of x (B, H, ·, P) in its dtype; of keys also in fp32, and w and γ."""
-        shape, rows = self.shape, x.shape[1]
-        x, normalizer = last_contiguous(x), last_contiguous(self.given.normalizer)
-        features = self._empty(self.heads, rows, shape.wide, dtype=shape.dtype)
-        of_keys: tuple[torch.Tensor, ...] = ()
-        if keys:
-            # Without denominators nothing asks for them in fp32: z stays as it is.
-            wider = shape.dtype != torch.float32 and shape.denominator
-            wide = self._empty(self.heads, rows, shape.wide) if wider else features
-            of_keys = (wide, self._empty(self.heads, rows), self._empty(self.heads, rows))
+    def prepare(self) -> None:
+        """φ of tokens and queries (B·H, ·, P) in their dtype; of tokens in fp32, too, w and γ."""
+        shape, given = self.shape, self.given
+        k, normalizer = last_contiguous(given.k), last_contiguous(given.normalizer)
+        tokens, reads = shape.tokens, shape.reads
+        # A kernel is told of both; where there is one, it stands for the other, too.
+        q = k if given.q is None else last_contiguous(given.q)
+        wide = shape.wide
+        self.of_keys = self._empty(self.heads, tokens, wide, dtype=shape.dtype)
+        self.of_queries = self._empty(self.heads, reads, wide, dtype=shape.dtype)
+        self.inverse, self.gamma = (self._empty(self.heads, tokens) for _ in range(2))
+        # Without denominators nothing asks for them in fp32: z stays as it is.
+        wider = shape.dtype != torch.float32 and shape.denominator
+        self.wide_keys = self._empty(self.heads, tokens, wide) if wider else self.of_keys
         config = PREPARE_CONFIG
-        tiles = -(-rows // config["R"])
+        key_tiles = -(-tokens // config["R"])
+        tiles = key_tiles + -(-reads // config["R"])
         arguments = {
-            "x": x, "features": features, "normalizer": normalizer, "tiles": tiles, "tokens": rows,
-            **dict(zip(("wide_features", "inverse", "gamma"), of_keys or [None] * 3, strict=True)),
+            "k": k, "q": q, "features": self.of_keys, "wide_features": self.wide_keys,
+            "query_features": self.of_queries, "normalizer": normalizer,
+            "inverse": self.inverse, "gamma": self.gamma,
+            "tiles": tiles, "key_tiles": key_tiles, "tokens": tokens, "reads": reads,
             "eps": shape.eps, "eps_norm": shape.eps_norm,
-            **_strides("k", x, "bmh"), **_strides("z", normalizer, "bh"),
+            **_strides("k", k, "bmh"), **_strides("q", q, "bmh"), **_strides("z", normalizer, "bh"),
         }  # fmt: skip
         constants = {
-            "KEYS": keys,
-            "WIDER": keys and of_keys[0] is not features,
+            "KEYS": tokens > 0,
+            "WIDER": wider,
             "NORMALIZE": shape.normalize,
             "CORRECTION": shape.correction,
             "WIDTH": shape.width,
@@ -122,13 +129,11 @@ class _Call:
             "K": config["K"],
         }
         self._launch("prepare", tiles * self.heads, config, arguments, constants)
-        return (features, *of_keys)
 
     def write(self) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
         """The memory behind the tokens, and E if an echo needs it."""
         shape, given = self.shape, self.given
         config = choose(SPACE_WRITE, bucket(shape), Device.of(self.device))
-        features, wider, inverse, gamma = self.prepare(given.k, keys=True)
         v, state, normalizer = map(last_contiguous, (given.v, given.state, given.normalizer))
         beta = last_contiguous(given.beta) if shape.channels else given.beta
         state_out, normalizer_out = state, normalizer
@@ -139,8 +144,9 @@ class _Call:
             change = self._empty(shape.batch, shape.heads, shape.tokens, shape.values)
         blocks = -(-shape.values // config["C"])
         arguments = {
-            "features": features, "wide_features": wider, "inverse": inverse, "gamma": gamma,
-            "v": v, "beta": beta, "state": state, "normalizer": normalizer,
+            "features": self.of_keys, "wide_features": self.wide_keys,
+            "inverse": self.inverse, "gamma": self.gamma, "v": v, "beta": beta,
+            "state": state, "normalizer": normalizer,
             "state_out": state_out, "normalizer_out": normalizer_out, "change": change,
             "blocks": blocks, "tokens": shape.tokens,
             **_strides("v", v, "bmh"), **_strides("b", beta, "bmh"),
@@ -175,18 +181,17 @@ class _Call:
             return runtime.precision(torch.float32, self.device)
         return "tf32"
 
-    def read(self, q: torch.Tensor, state: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
+    def read(self, state: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
         """y."""
         shape = self.shape
         y = self._empty(shape.batch, shape.reads, shape.heads, shape.values, dtype=shape.dtype)
         if shape.reads == 0:
             return y
         config = choose(SPACE_READ, bucket(shape), Device.of(self.device))
-        (features,) = self.prepare(q, keys=False)
         state, normalizer = last_contiguous(state), last_contiguous(normalizer)
         blocks, tiles = -(-shape.values // config["C"]), -(-shape.reads // config["T"])
         arguments = {
-            "features": features, "state": state, "normalizer": normalizer, "y": y,
+            "features": self.of_queries, "state": state, "normalizer": normalizer, "y": y,
             "blocks": blocks, "tiles": tiles, "reads": shape.reads, "eps": shape.eps,
             **_strides("a", state, "bhp"), **_strides("z", normalizer, "bh"),
         }  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 # thousand is below infinity.
 LIFT = tl.constexpr(2.0**55)
 RUNTIME = (
-    "heads", "blocks", "tokens", "tiles", "reads", "eps", "eps_norm",
+    "heads", "blocks", "tokens", "tiles", "key_tiles", "reads", "eps", "eps_norm",
     "stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh",
     "stride_bb", "stride_bm", "stride_bh", "stride_qb", "stride_qm", "stride_qh",
     "stride_ab", "stride_ah", "stride_ap", "stride_zb", "stride_zh",
@@ -78,24 +78,39 @@ def _tile(x, rows, cols, stride, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def prepare(
-    x, features, wide_features, normalizer, slots, first, inverse, gamma,
-    heads: tl.int32, tiles: tl.int32, tokens: tl.int32, eps: tl.float32, eps_norm: tl.float32,
+    k, q, features, wide_features, query_features, normalizer, slots, first, inverse, gamma,
+    heads: tl.int32, tiles: tl.int32, key_tiles: tl.int32, tokens: tl.int32, reads: tl.int32,
+    eps: tl.float32, eps_norm: tl.float32,
     stride_kb: tl.int64, stride_km: tl.int64, stride_kh: tl.int64,
+    stride_qb: tl.int64, stride_qm: tl.int64, stride_qh: tl.int64,
     stride_zb: tl.int64, stride_zh: tl.int64,
     POOL: tl.constexpr, FIRST: tl.constexpr, KEYS: tl.constexpr, WIDER: tl.constexpr,
     NORMALIZE: tl.constexpr, DENOMINATOR: tl.constexpr, CORRECTION: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Features of R rows of x; w and γ, too, if they are KEYS. A skipped row has zeros."""
+    """Features of R rows of k or, behind those, of q; w and γ of tokens. Skipped: zeros."""
     number = tl.program_id(0)
     tile = number % tiles
     head = number // tiles % heads
     row = (number // tiles // heads).to(tl.int64)
     slot, live, held = _slot(slots, first, row, POOL, FIRST)
+    of_key = tile < key_tiles
+    of_head = row * heads + head
+    if of_key:
+        rows = k + row * stride_kb + head * stride_kh
+        stride = stride_km
+        count = tokens
+        out = features + of_head * tokens * WIDE
+    else:
+        rows = q + row * stride_qb + head * stride_qh
+        stride = stride_qm
+        count = reads
+        out = query_features + of_head * reads * WIDE
+        tile -= key_tiles
     i = tile * R + tl.arange(0, R)
-    there = (i < tokens) & live
-    rows = x + row * stride_kb + head * stride_kh
-    at = i.to(tl.int64) * stride_km
+    real = i < count
+    there = real & live
+    at = i.to(tl.int64) * stride
     unit = tl.full([R], 1.0, tl.float32)
     factor = unit
     square = tl.zeros([R], tl.float32)
@@ -108,24 +123,24 @@ def prepare(
         factor = tl.where(some, LIFT / tl.sqrt_rn(tl.where(some, square, 1.0)), 0.0)
         square = tl.where(some, 1.0, 0.0)
     z_here = normalizer + slot * stride_zb + head * stride_zh
-    to = ((row * heads + head) * tokens + i.to(tl.int64)) * WIDE
     d = tl.zeros([R], tl.float32)
     for p0 in tl.range(0, WIDE, K):
         place = p0 + tl.arange(0, K)
         f = _products(rows, at, place, there, unit, WIDTH, WIDE) * factor[:, None]  # [R, K]
-        mask = (i < tokens)[:, None] & (place < WIDE)[None, :]
-        pointers = to[:, None] + place[None, :]
-        tl.store(features + pointers, f.to(features.dtype.element_ty), mask=mask)
+        mask = real[:, None] & (place < WIDE)[None, :]
+        pointers = i.to(tl.int64)[:, None] * WIDE + place[None, :]
+        tl.store(out + pointers, f.to(out.dtype.element_ty), mask=mask)
         if KEYS:
             if WIDER:
-                tl.store(wide_features + pointers, f, mask=mask)
+                wide = wide_features + of_head * tokens * WIDE
+                tl.store(wide + pointers, f, mask=mask & of_key)
             if DENOMINATOR:
-                z = tl.load(z_here + place, mask=(place < WIDE) & held, other=0.0)
+                z = tl.load(z_here + place, mask=(place < WIDE) & held & of_key, other=0.0)
                 d += tl.sum(f * z[None, :], 1)
                 if not NORMALIZE:
                     square += tl.sum(f * f, 1)
     if KEYS:
-        of_token = (row * heads + head) * tokens + i.to(tl.int64)
+        of_token = of_head * tokens + i.to(tl.int64)
         new = tl.full([R], 1.0, tl.float32)
         w = new
         if DENOMINATOR:
@@ -136,8 +151,8 @@ def prepare(
                 some = square > 0.0
                 new = tl.where(some, 1.0 - d / tl.where(some, square, 1.0), 0.0)
                 new = tl.where(held, tl.minimum(tl.maximum(new, 0.0), 1.0), 1.0)
-        tl.store(inverse + of_token, w, mask=i < tokens)
-        tl.store(gamma + of_token, new, mask=i < tokens)
+        tl.store(inverse + of_token, w, mask=real & of_key)
+        tl.store(gamma + of_token, new, mask=real & of_key)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
