@@ -307,6 +307,28 @@ def test_segments_in_slots_are_the_chain(mode: str) -> None:
         assert pool[others].isnan().all()
 
 
+def test_steps_of_one_token_do_not_drift_in_fp32() -> None:
+    """Tokens in bf16, memory in fp32: 192 at once, and 128 followed by 64 single ones in place.
+
+    Each token mends what the ones before it left, so that rounding does not add up.
+    """
+    case = Case(batch=1, tokens=192, reads=8, width=32, values=16, mode="sequential", first=True)
+    given = case.arguments(0, torch.bfloat16, CPU)
+    wanted = OP(**given)
+    part = {name: given[name][:, :128] for name in WRITTEN}
+    _, state, normalizer = OP(**given | part)
+    slot, y = torch.tensor([0]), None
+    for i in range(128, 192):
+        token = (given[name][:, i : i + 1] for name in WRITTEN)
+        y = IN_PLACE(*token, state, normalizer, slot, q=given["q"], mode="sequential")
+    assert state.dtype == normalizer.dtype == torch.float32
+    for got, x in zip((y, state, normalizer), wanted, strict=True):
+        assert got is not None
+        assert x is not None
+        rms = (got.double() - x.double()).norm() / x.double().norm()
+        assert rms <= (1e-3 if got.dtype == torch.bfloat16 else 1e-5), float(rms)
+
+
 # ---- echo ---------------------------------------------------------------------------------------
 
 
