@@ -94,18 +94,22 @@ class _Call:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """φ of tokens and queries (B·H, ·, P) in their dtype; of tokens in fp32, too, w and γ."""
+        """φ of tokens and queries (B·H, ·, P) in their dtype; of tokens in fp32, too, w and γ.
+
+        With an echo that of tokens is in fp32 alone: the backward takes off what they wrote.
+        """
         shape, given = self.shape, self.given
         k, normalizer = last_contiguous(given.k), last_contiguous(given.normalizer)
         tokens, reads = shape.tokens, shape.reads
         # A kernel is told of both; where there is one, it stands for the other, too.
         q = k if given.q is None else last_contiguous(given.q)
         wide = shape.wide
-        self.of_keys = self._empty(self.heads, tokens, wide, dtype=shape.dtype)
+        kind = torch.float32 if shape.echo else shape.dtype
+        self.of_keys = self._empty(self.heads, tokens, wide, dtype=kind)
         self.of_queries = self._empty(self.heads, reads, wide, dtype=shape.dtype)
         self.inverse, self.gamma = (self._empty(self.heads, tokens) for _ in range(2))
         # Without denominators nothing asks for them in fp32: z stays as it is.
-        wider = shape.dtype != torch.float32 and shape.denominator
+        wider = kind != torch.float32 and shape.denominator
         self.wide_keys = self._empty(self.heads, tokens, wide) if wider else self.of_keys
         config = PREPARE_CONFIG
         key_tiles = -(-tokens // config["R"])

@@ -154,6 +154,16 @@ def test_an_echo_keeps_what_was_written() -> None:
         torch.testing.assert_close(found[1][name], x, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_echo_recovers_the_state(dtype: str) -> None:
+    """Of 16-bit keys, too: what is taken off is what was added, to the last digits of fp32."""
+    given = Case(batch=2, values=20).arguments(0, DTYPES[dtype], CPU)
+    echo = torch.zeros(given["state"].shape, requires_grad=True)
+    _, state, _, after = _forward_by_triton(**contracts.leaves(given), echo=echo)
+    (after * state.detach()).sum().backward()
+    assert (echo.grad - given["state"]).abs().max() <= 1e-6 * state.abs().max()
+
+
 def _forward_by_triton(**given: Any) -> Any:
     """What "auto" does on a GPU: no backward there, so eager's."""
     order = importlib.import_module("fastweights.ops.dispatch")
