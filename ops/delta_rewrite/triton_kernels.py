@@ -100,12 +100,10 @@ def prepare(
         rows = k + row * stride_kb + head * stride_kh
         stride = stride_km
         count = tokens
-        out = features + of_head * tokens * WIDE
     else:
         rows = q + row * stride_qb + head * stride_qh
         stride = stride_qm
         count = reads
-        out = query_features + of_head * reads * WIDE
         tile -= key_tiles
     i = tile * R + tl.arange(0, R)
     real = i < count
@@ -128,12 +126,13 @@ def prepare(
         place = p0 + tl.arange(0, K)
         f = _products(rows, at, place, there, unit, WIDTH, WIDE) * factor[:, None]  # [R, K]
         mask = real[:, None] & (place < WIDE)[None, :]
-        pointers = i.to(tl.int64)[:, None] * WIDE + place[None, :]
-        tl.store(out + pointers, f.to(out.dtype.element_ty), mask=mask)
+        pointers = (of_head * count + i.to(tl.int64))[:, None] * WIDE + place[None, :]
+        kind: tl.constexpr = query_features.dtype.element_ty
+        tl.store(query_features + pointers, f.to(kind), mask=mask & (not of_key))
         if KEYS:
+            tl.store(features + pointers, f.to(features.dtype.element_ty), mask=mask & of_key)
             if WIDER:
-                wide = wide_features + of_head * tokens * WIDE
-                tl.store(wide + pointers, f, mask=mask & of_key)
+                tl.store(wide_features + pointers, f, mask=mask & of_key)
             if DENOMINATOR:
                 z = tl.load(z_here + place, mask=(place < WIDE) & held & of_key, other=0.0)
                 d += tl.sum(f * z[None, :], 1)
