@@ -95,7 +95,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add("--png", nargs="?", const="", metavar="FILE", help="draw it (default: beside the record)")
     add("--compare", nargs=2, metavar=("A", "B"), help="two records side by side; times nothing")
     add("--readme", nargs="?", const="", metavar="FILE",
-        help="rewrite the tables of FILE (README.md) from the records; times nothing")  # fmt: skip
+        help="replace the tables of FILE (README.md) from the records; times nothing")  # fmt: skip
     add("--list", action="store_true", help="print cases and peers; times nothing")
 
 
@@ -110,7 +110,7 @@ def _bench(options: argparse.Namespace) -> int:
         from . import readme
 
         path = Path(options.readme or Path(__file__).resolve().parent.parent / "README.md")
-        print(f"{path}: {readme.rewrite(path)} record(s)")
+        print(f"{path}: {readme.update(path)} record(s)")
         return 0
     return _list(options) if options.list else _measure(options)
 

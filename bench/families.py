@@ -8,6 +8,7 @@ from typing import Any
 
 from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
+from .delta_rewrite import DELTA_REWRITE
 from .family import Family
 from .gated_delta_step import GATED_DELTA_STEP
 from .newton_schulz import NEWTON_SCHULZ
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family[Any, Any]] = {
         POLAR_DECODE,
         GATED_DELTA_STEP,
         SHORT_CONV,
+        DELTA_REWRITE,
     )
 }
 

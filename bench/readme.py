@@ -17,7 +17,7 @@ from .table import MEASURES
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def rewrite(readme: Path, results: Path = RESULTS) -> int:
+def update(readme: Path, results: Path = RESULTS) -> int:
     """Replace what stands between the two markers; returns the number of records shown.
 
     Raises:

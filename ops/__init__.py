@@ -11,12 +11,15 @@ Letters in shapes, here and in every file:
 | D, Dk, Dv    | head width; key width, value width                                 |
 | K            | taps of a convolution                                              |
 | S            | slots of a pool of states                                          |
+| M            | memory tokens of a segment                                         |
+| P            | features of a key, rows of the delta rewrite's state               |
 | m, n         | rows and columns of a matrix; "..." are any leading dimensions     |
 """
 
 from .atlas import atlas_memory
 from .atlas.cache import AtlasCache, atlas_cache, atlas_extend
 from .atlas_step import atlas_step_
+from .delta_rewrite import delta_rewrite, delta_rewrite_
 from .dispatch import Explanation, explain, use_backend
 from .gated_delta import gated_delta_rule
 from .gated_delta_step import gated_delta_step, gated_delta_step_
@@ -52,6 +55,8 @@ __all__ = [
     "atlas_extend",
     "atlas_memory",
     "atlas_step_",
+    "delta_rewrite",
+    "delta_rewrite_",
     "explain",
     "gated_delta_rule",
     "gated_delta_step",

@@ -23,6 +23,9 @@ is meant for notes, never for a table of TFLOP/s.
 | φ(x) S, φ(x)ᵀ G       | 2·D·Dv a token and head; backward twice that                        |
 | gated delta rule      | 6·Dk·Dv a token and head                                            |
 | its backward          | 16·Dk·Dv: twice that, and the two products that make S              |
+| delta rewrite         | 4·P·Dv a token written and 2·P·Dv one read, of a head; P features   |
+| sequential adds       | 2·M·P + M·Dv a token of M                                           |
+| its backward          | 10·P·Dv and 6·P·Dv; sequential adds 6·M·P + 3·M·Dv                  |
 | short convolution     | 2·K a token and channel; backward twice that, or three times        |
 
 A product counts all of its elements, also where it is symmetric. Backward counts what has to be
@@ -204,6 +207,26 @@ def gated_delta_backward(tokens: int, width: int, values: int) -> int:
     Again: k S and kᵀ u. Then two products for each of forward's three.
     """
     return 16 * tokens * width * values
+
+
+def delta_rewrite_forward(
+    tokens: int, reads: int, wide: int, values: int, *, sequential: bool
+) -> int:
+    """Useful FLOPs of one head: F A and Fᵀ E of `tokens`, and what `reads` queries read."""
+    triangle = tokens * tokens * (2 * wide + values) if sequential else 0
+    return (4 * tokens + 2 * reads) * wide * values + triangle
+
+
+def delta_rewrite_backward(
+    tokens: int, reads: int, wide: int, values: int, *, sequential: bool
+) -> int:
+    """Useful FLOPs of its backward, from the arguments alone.
+
+    Of a token F A again, F dA', E dA'ᵀ, Fᵀ dN and dN Aᵀ; of a query its read again, gᵀ dN and
+    dN A'ᵀ.
+    """
+    triangle = 3 * tokens * tokens * (2 * wide + values) if sequential else 0
+    return (10 * tokens + 6 * reads) * wide * values + triangle
 
 
 def short_conv_forward(tokens: int, channels: int, taps: int) -> int:

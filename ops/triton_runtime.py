@@ -27,6 +27,7 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }

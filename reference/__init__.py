@@ -1,6 +1,7 @@
 """The literal definitions, in plain torch and float64 if asked: no backend, no cleverness."""
 
 from .atlas import atlas_memory
+from .delta_rewrite import delta_rewrite
 from .gated_delta import gated_delta_rule
 from .newton_schulz import gram_newton_schulz_factor, newton_schulz
 from .omega import OmegaGradient, OmegaState, omega_gradient, omega_memory
@@ -14,6 +15,7 @@ __all__ = [
     "OmegaState",
     "PolarStats",
     "atlas_memory",
+    "delta_rewrite",
     "gated_delta_rule",
     "gram_newton_schulz_factor",
     "newton_schulz",

@@ -185,8 +185,8 @@ def omega_walk_symmetric(
 
     q_columns, k_columns (B, H, WIDTH, T): q and k once more. packed (N, H, blocks of V columns,
     STEPS, P, V), fp32: the memory, before the first token, and when done after the last.
-    looked (slots, H, CHUNK, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors (slots, H,
-    HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first.
+    looked (slots, H, CHUNK, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors
+    (slots, H, HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first.
     """
     H: tl.constexpr = P // 2
     v0, head, sequence, batch, begin, end, slot0, count = place_walk(

@@ -18,6 +18,7 @@ from fastweights import ops
 from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
 from fastweights.ops import dispatch
+from fastweights.ops.delta_rewrite import tuning as delta_rewrite
 from fastweights.ops.gated_delta_step import tuning as gated_delta_step
 from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
@@ -32,6 +33,7 @@ from fastweights.ops.short_conv_step import tuning as short_conv_step
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TUNINGS = {
+    "delta_rewrite": delta_rewrite,
     "gated_delta_step": gated_delta_step,
     "newton_schulz": newton_schulz,
     "omega": omega,
@@ -188,12 +190,17 @@ def conv_step(rows: int, channels: int, **changes: Any) -> Any:
     return short_conv_step.Problem("tiny", rows, channels, dtypes=("fp32",), few=True, **changes)
 
 
+def rewrite(batch: int, tokens: int, width: int) -> Any:
+    return delta_rewrite.Problem("tiny", batch, tokens, 17, width, 16, dtypes=("fp32",), few=True)
+
+
 TINY = {
     "gated delta step": Tiny(delta(3, 16), delta(5, 16), delta(4, 13)),
     "short_conv": Tiny(conv(20, 16), conv(17, 16), conv(9, 13, taps=4, silu=True, bias=True)),
     "short_conv step": Tiny(
         conv_step(3, 16), conv_step(5, 16), conv_step(4, 13, taps=4, silu=True, bias=True)
     ),
+    "delta_rewrite": Tiny(rewrite(1, 4, 8), rewrite(2, 3, 8), rewrite(1, 4, 7)),
     "newton_schulz": Tiny(stack(3, 16, 16), stack(2, 13, 15), stack(1, 15, 9)),
     "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
     "polar": Tiny(attention(20), attention(17), attention(7)),
@@ -226,6 +233,7 @@ def test_a_sweep_runs_the_ops_own_kernels(
         found = cases.collect([TINY[name]], CPU)
         forward_only = any(word in name for word in ("step", "write", "decode"))
         passes = {"fwd"} if forward_only else {"fwd", "bwd"}
+        passes = {"fwd", "fwd_read"} if name == "delta_rewrite" else passes
         assert {case.space.pass_ for case in found} == passes
         how = sweep.Options(CPU, out, tmp_path / "log", effort="quick")
         outcome = sweep.sweep(found, how)

@@ -365,7 +365,7 @@ def test_readme_is_rewritten_between_its_markers(tmp_path):
     (folder / "polar_attention.png").write_bytes(b"png")
     path = tmp_path / "README.md"
     path.write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nafter\n")
-    assert readme.rewrite(path, tmp_path / "bench" / "results") == 1
+    assert readme.update(path, tmp_path / "bench" / "results") == 1
     text = path.read_text()
     assert text.startswith(f"before\n{readme.BEGIN}\n")
     assert text.endswith(f"{readme.END}\nafter\n")
@@ -374,7 +374,7 @@ def test_readme_is_rewritten_between_its_markers(tmp_path):
     assert "| c fwd  | polar  | 2.000 | 2000 (50 %)     | 4000 (50 %) (0.50)" in text
     assert "flex" not in text
     assert "3 MiB" in text
-    again = readme.rewrite(path, tmp_path / "bench" / "results")
+    again = readme.update(path, tmp_path / "bench" / "results")
     assert (again, path.read_text()) == (1, text)
 
 
@@ -382,7 +382,7 @@ def test_readme_without_markers_is_left_alone(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("nothing here")
     with pytest.raises(ValueError, match="must hold"):
-        readme.rewrite(path, tmp_path)
+        readme.update(path, tmp_path)
     assert path.read_text() == "nothing here"
 
 

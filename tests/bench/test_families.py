@@ -316,7 +316,7 @@ def test_readme_shows_records_in_the_order_of_the_families(family, tmp_path):
     for part in record.by_op(_recorded(_two_ops())):
         name = record.default_path(part).name
         record.write(tmp_path / "results" / "nvidia-h200" / name, part)
-    assert readme.rewrite(path, tmp_path / "results") == 2
+    assert readme.update(path, tmp_path / "results") == 2
     text = path.read_text()
     assert text.count("**NVIDIA H200, torch 2.11") == 2
     assert text.index("| c fwd  | polar") < text.index(Double.caption) < text.index("| double  ")

@@ -1,0 +1,226 @@
+"""What sweeps and compile reports need of the delta rewrite: problems, inputs, the reference call.
+
+Found by name (`fastweights.ops.<op>.tuning`), so that `autotune` imports no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ... import reference
+from ...autotune.compile import CompileCase, KernelSource, expected_matrix, target_device
+from ...autotune.space import Config, Device, Space, assume_device, use_config
+from .. import triton_runtime as runtime
+from . import delta_rewrite, triton
+from .op import RewriteShape, RewriteTensors
+from .triton_spaces import OP, SPACE_READ, SPACE_WRITE, WGMMA
+
+SPACES = (SPACE_WRITE, SPACE_READ)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """M tokens of each row write a memory that tokens before them have written, Tq queries read it.
+
+    `few`: a small one that is compared with float64; one of its rows is first. `dtypes`: those it
+    is swept in unless others are asked for. 16-bit types share their buckets.
+    """
+
+    name: str
+    batch: int
+    tokens: int
+    reads: int
+    width: int
+    values: int
+    heads: int = 1
+    dtypes: tuple[str, ...] = ("bf16",)
+    few: bool = False
+
+    @property
+    def wide(self) -> int:
+        """P, of order 3."""
+        return 6 * self.width
+
+    @property
+    def checks(self) -> tuple[Problem, Problem]:
+        """Two ragged ones of the same tiles."""
+        few = replace(
+            self, batch=3, heads=2, few=True, tokens=max(self.tokens - 1, 0),
+            reads=min(self.reads, 150), values=self.values - 3,
+        )  # fmt: skip
+        return few, replace(few, batch=1, width=self.width - 1, values=self.values)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Keyword arguments beyond the tensors."""
+        return {}
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The public function and its reference."""
+        return delta_rewrite, reference.delta_rewrite
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int) -> dict[str, Any]:
+        """Fresh random arguments of the call."""
+        generator = torch.Generator(device).manual_seed(seed)
+        acc = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device=device)
+
+        rows = (self.batch, self.tokens, self.heads)
+        memory = (self.batch, self.heads, self.wide)
+        made: dict[str, Any] = {
+            "k": normal(*rows, self.width).to(dtype),
+            "v": normal(*rows, self.values).to(dtype),
+            "beta": normal(*rows).sigmoid().to(acc),
+            "state": (0.3 * normal(*memory, self.values)).to(acc),
+            "normalizer": (0.5 * self.wide**-0.5 * normal(*memory).abs()).to(acc),
+        }
+        if self.reads:
+            made["q"] = normal(self.batch, self.reads, self.heads, self.width).to(dtype)
+        if self.few:
+            made["first"] = torch.arange(self.batch, device=device) == 1
+        return made
+
+
+def problem(
+    *, M: int, dk: int, Dv: int, B: int = 1, H: int = 1, Tq: int = 0, function: str = OP
+) -> Problem:
+    """The problem of these sizes; `function`: "delta_rewrite"."""
+    if function != OP:
+        raise ValueError(f"function must be {OP}, got {function!r}")
+    return Problem(f"B{B}-M{M}-Tq{Tq}-H{H}-D{dk}-V{Dv}", B, M, Tq, dk, Dv, H)
+
+
+PROBLEMS = (
+    Problem("write-16-slots-M128", 16, 128, 0, 64, 2048),
+    Problem("write-read-16-slots-M128", 16, 128, 1024, 64, 2048),
+    Problem("gpt2-layer", 1, 10, 522, 64, 768, dtypes=("bf16", "fp32")),
+    Problem("gpt2-diagonal", 12, 10, 522, 64, 768),
+    Problem("read-M0", 16, 0, 1024, 64, 2048),
+    Problem("small", 128, 4, 9, 32, 128),
+)
+
+
+# ---- compile reports ----------------------------------------------------------------------------
+
+# Every config that fits one of these (M, Tq, dk, Dv) is compiled once; the first two are compiled
+# whole.
+SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
+         (16, 100, 8, 16))  # fmt: skip
+# Bytes that a kernel may spill, with wgmma and without: `rewrite` in configs that are no default.
+MAX_STACK = {("rewrite", "wgmma"): 96, ("rewrite", "mma"): 2400, ("read", "mma"): 8}
+# What the default config is compiled for beside that, at the second size.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"dtype": torch.float32},
+    {"channels": True, "first": True, "pool": 32},
+    {"normalize": False, "eps_norm": 1e-5, "correction": False},
+    {"denominator": False, "order": 2},
+    {"echo": True, "aligned": False},
+)
+
+
+def compile_cases(target: str, quick: bool) -> list[CompileCase]:
+    """Every config of both kernels that fits the target.
+
+    The launcher itself runs on meta tensors and its launches are recorded, so a report sees what a
+    call would compile. `quick` keeps the default configs of the first size.
+    """
+    cases: dict[tuple[Config, str], CompileCase] = {}
+    device = target_device(target)
+    with assume_device(device):
+        for space, config, shape in _compiled(device, quick):
+            for case in _recorded(space, config, shape, target):
+                cases.setdefault((config, repr(case.source)), case)
+    return list(cases.values())
+
+
+def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, RewriteShape]]:
+    """Configs of each space, and what each is compiled for."""
+    known: set[tuple[Space, Config]] = set()
+    for size in SIZES[:1] if quick else SIZES:
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = replace(_compile_shape(*size), dtype=dtype)
+            if quick and dtype == torch.float32:
+                return
+            for space in SPACES:
+                key = space.bucket(shape)
+                configs = space.fitting(key, device)
+                if quick:
+                    configs = [space.default(key, device)]
+                elif size not in SIZES[:2] or dtype == torch.float32:
+                    configs = [config for config in configs if (space, config) not in known]
+                known |= {(space, config) for config in configs}
+                for config in configs:
+                    yield space, config, shape
+    if not quick:
+        for rules in _VARIANTS:
+            shape = replace(_compile_shape(*SIZES[1]), **rules)
+            for space in SPACES:
+                yield space, space.default(space.bucket(shape), device), shape
+
+
+def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteShape:
+    return RewriteShape(
+        batch=16,
+        tokens=tokens,
+        reads=reads,
+        heads=1,
+        width=width,
+        values=values,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        channels=False,
+        first=False,
+        order=3,
+        sequential=False,
+        normalize=True,
+        denominator=True,
+        correction=True,
+        full=False,
+        eps=1e-5,
+        eps_norm=0.0,
+    )
+
+
+def _matrix(source: KernelSource, target: str) -> str | None:
+    """Where it is not what the config states: F A has as many rows as there are tokens."""
+    if source.name == "prepare":
+        return "fma"
+    tall = source.name == "rewrite" and int(str(source.constexprs["M"])) >= WGMMA
+    return expected_matrix("wgmma", target) if tall else None
+
+
+def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) -> list[CompileCase]:
+    def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    rows, pad = (shape.batch, shape.tokens, shape.heads), 0 if shape.aligned else 1
+    memory = (shape.pool or shape.batch, shape.heads, shape.wide)
+    given = RewriteTensors(
+        k=meta(*rows, shape.width, dtype=shape.dtype),
+        v=meta(*rows, shape.values, dtype=shape.dtype),
+        beta=meta(*rows, *[shape.values] * shape.channels),
+        state=meta(*memory, shape.values + pad)[..., : shape.values],
+        normalizer=meta(*memory),
+        q=meta(shape.batch, shape.reads, shape.heads, shape.width, dtype=shape.dtype),
+        first=meta(shape.batch, dtype=torch.bool) if shape.first else None,
+        slots=meta(shape.batch, dtype=torch.int64) if shape.pool else None,
+    )
+    with use_config(space, config), runtime.record_launches() as sources:
+        triton.fwd(shape, given)
+    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read"}[space]
+    return [
+        CompileCase(
+            space.op, space.pass_, config, source,
+            matrix=_matrix(source, target),
+            max_stack=MAX_STACK.get((source.name, expected_matrix("wgmma", target)), 0),
+        )
+        for source in sources
+        if isinstance(source, KernelSource) and source.name in ("prepare", name)
+    ]  # fmt: skip
