@@ -1,7 +1,9 @@
 """Config space of the forward on symmetric features: columns of the memory, and of the reads.
 
-V, `num_warps` and `num_stages` are those of the walk along the sequence, READ_V and READ_WARPS of
-the reads.
+V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads. The
+walk has two warps, which multiply without wgmma: with it Triton 3.6 compiled the walk to one that
+was wrong on Hopper. Reads have them in fp32 and where tiles are narrow, for the reason that
+`triton_spaces` gives.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NamedTuple
 from ...autotune.space import Config, Device, Key, Space
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
-from .triton_spaces import OP, halo_of, rows_of, walked
+from .triton_spaces import NARROW_WARPS, OP, WIDE, halo_of, rows_of, walked
 
 KERNELS = f"{PACKAGE}.triton_symmetric"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
@@ -75,22 +77,26 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     for tile in ("V", "READ_V"):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    narrow = bucket.size == 4 or config["READ_V"] < WIDE
+    if narrow != (config["READ_WARPS"] == NARROW_WARPS):
+        return f"is for reads that {'wgmma serves' if narrow else 'wgmma does not serve'}"
+    # x by rows and by columns, a tile and what it is made of, on their way to products.
+    columns = max(config["V"], config["READ_V"])
     rows = bucket.chunk + bucket.halo
-    # x of queries, keys and those before, by halves; a tile on its way, and what it is made of.
-    shared = bucket.size * (
-        6 * rows * bucket.width + 2 * config["V"] * (bucket.width * (config.num_stages + 1) + rows)
-    )
+    shared = bucket.size * (2 * rows * bucket.width + (3 * bucket.width + rows) * columns)
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None
 
 
-def _config(columns: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
-    return Config.make(warps, stages, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
+def _config(columns: int, warps: int, read_v: int, read_warps: int) -> Config:
+    return Config.make(warps, 1, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
 
 
 def _default(key: Key, device: Device) -> Config:
-    """The widest columns of a walk that still leave no multiprocessor without one."""
+    """The widest columns of a walk, so small a program, that still leave every second
+    multiprocessor two of them.
+    """
     bucket = SymmetricBucket(*key)
     fitting = SPACE_SYMMETRIC.fitting(key, device)
     if not fitting:
@@ -98,7 +104,7 @@ def _default(key: Key, device: Device) -> Config:
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["V"])
-        full = programs >= 0.75 * device.multiprocessors
+        full = programs >= 1.5 * device.multiprocessors
         return full, config["V"] if full else -config["V"], config["READ_V"]
 
     return max(fitting, key=worth)
@@ -109,12 +115,13 @@ SPACE_SYMMETRIC: Space = Space(
     pass_="fwd_symmetric",
     backend="triton",
     configs=(
-        _config(16, 4, 2, 16),
-        _config(16, 4, 2, 64),
-        _config(32, 4, 2, 32),
-        _config(32, 4, 2, 64),
-        _config(32, 4, 3, 64),
-        _config(32, 8, 2, 64),
+        _config(16, NARROW_WARPS, 16, NARROW_WARPS),
+        _config(16, NARROW_WARPS, 32, NARROW_WARPS),
+        _config(16, NARROW_WARPS, 64, NARROW_WARPS),
+        _config(16, NARROW_WARPS, 64, 4),
+        _config(32, NARROW_WARPS, 32, NARROW_WARPS),
+        _config(32, NARROW_WARPS, 64, NARROW_WARPS),
+        _config(32, NARROW_WARPS, 64, 4),
     ),
     fits=_fits,
     bucket=bucket,

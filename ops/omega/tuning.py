@@ -319,7 +319,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    scalar = ("omega_gates", "omega_edges", "omega_gates_back", "repack")
+    scalar = ("omega_gates", "omega_edges", "omega_gates_back", "repack", "omega_lay_out")
     if source.name in scalar or (
         source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
     ):

@@ -67,8 +67,9 @@ def test_weights(coefficients: tuple[float, ...] | None) -> None:
 
 @pytest.mark.parametrize("config", backend.SPACE_SYMMETRIC.configs, ids=lambda config: config.name)
 def test_every_config(config: Config) -> None:
+    dtype = FP32 if config["READ_WARPS"] == 2 else torch.float16  # what it serves
     with use_config(backend.SPACE_SYMMETRIC, config):
-        check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11))
+        check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11), dtype)
 
 
 @pytest.mark.parametrize("case", [CASE.but(carried=True), CASE.but(packed=(0, 5, 19))])
