@@ -31,7 +31,8 @@ class SymmetricCall(Call):
     def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space) -> None:
         config = choose(space, bucket(shape), Device.of(shape.device))
         plain = replace(shape, feature_map="identity", wide=shape.width)
-        super().__init__(plain, given, space, config)
+        # A backward has a parent of its own, which begins otherwise.
+        Call.__init__(self, plain, given, space, config)
         self.wide = shape.wide
         a = given.coefficients
         pairs = shape.wide > shape.width

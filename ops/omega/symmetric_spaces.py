@@ -1,6 +1,7 @@
-"""Config space of the forward on symmetric features: columns of the memory, and of the reads.
+"""Config spaces on symmetric features: columns of the memory, and of the reads.
 
-V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads. The
+V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads,
+or of what they ask in backward, WARPS of its gradients. The
 walk has two warps, which multiply without wgmma: with it Triton 3.6 compiled the walk to one that
 was wrong on Hopper. Reads have them in fp32 and where tiles are narrow, for the reason that
 `triton_spaces` gives.
@@ -13,9 +14,10 @@ from typing import NamedTuple
 from ...autotune.space import Config, Device, Key, Space
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
-from .triton_spaces import NARROW_WARPS, OP, WIDE, halo_of, rows_of, walked
+from .triton_spaces import GATES_BACK, NARROW_WARPS, OP, WIDE, halo_of, rows_of, walked
 
 KERNELS = f"{PACKAGE}.triton_symmetric"
+KERNELS_BACK = f"{PACKAGE}.triton_symmetric_back"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
 
 
@@ -58,8 +60,6 @@ def refusal(shape: OmegaShape) -> str | None:
         return "takes symmetric features up to degree 2"
     if shape.momentum:
         return "has no momentum on symmetric features"
-    if shape.backward:
-        return "has no backward on symmetric features"
     limits = (
         ("the width of q", shape.width, MOST_WIDTH),
         ("chunk_size", shape.chunk_size, MOST_CHUNK),
@@ -78,8 +78,9 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
     narrow = bucket.size == 4 or config["READ_V"] < WIDE
-    if narrow != (config["READ_WARPS"] == NARROW_WARPS):
-        return f"is for reads that {'wgmma serves' if narrow else 'wgmma does not serve'}"
+    for warps in ("READ_WARPS", "WARPS"):
+        if config.get(warps) and narrow != (config[warps] == NARROW_WARPS):
+            return f"is for reads that {'wgmma serves' if narrow else 'wgmma does not serve'}"
     # x by rows and by columns, a tile and what it is made of, on their way to products.
     columns = max(config["V"], config["READ_V"])
     rows = bucket.chunk + bucket.halo
@@ -93,14 +94,14 @@ def _config(columns: int, warps: int, read_v: int, read_warps: int) -> Config:
     return Config.make(warps, 1, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
 
 
-def _default(key: Key, device: Device) -> Config:
+def _default(space: Space, key: Key, device: Device) -> Config:
     """The widest columns of a walk, so small a program, that still leave every second
     multiprocessor two of them.
     """
     bucket = SymmetricBucket(*key)
-    fitting = SPACE_SYMMETRIC.fitting(key, device)
+    fitting = space.fitting(key, device)
     if not fitting:
-        raise ValueError(f"{SPACE_SYMMETRIC.name}: no config fits {bucket} on {device.arch}")
+        raise ValueError(f"{space.name}: no config fits {bucket} on {device.arch}")
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["V"])
@@ -125,6 +126,38 @@ SPACE_SYMMETRIC: Space = Space(
     ),
     fits=_fits,
     bucket=bucket,
-    default=_default,
+    default=lambda key, device: _default(SPACE_SYMMETRIC, key, device),
     sources=(KERNELS, f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_chunks"),
+)
+
+
+def _config_bwd(columns: int, read_v: int, warps: int) -> Config:
+    tiles = {"V": columns, "READ_V": read_v, "READ_WARPS": warps, "WARPS": warps}
+    return Config.make(NARROW_WARPS, 1, "wgmma", **tiles)
+
+
+SPACE_SYMMETRIC_BWD: Space = Space(
+    op=OP,
+    pass_="bwd_symmetric",
+    backend="triton",
+    configs=(
+        _config_bwd(16, 16, NARROW_WARPS),
+        _config_bwd(16, 32, NARROW_WARPS),
+        _config_bwd(16, 64, NARROW_WARPS),
+        _config_bwd(16, 64, 4),
+        _config_bwd(32, 64, NARROW_WARPS),
+        _config_bwd(32, 64, 4),
+    ),
+    fits=_fits,
+    bucket=bucket,
+    default=lambda key, device: _default(SPACE_SYMMETRIC_BWD, key, device),
+    sources=(
+        KERNELS,
+        KERNELS_BACK,
+        f"{PACKAGE}.triton_fwd",
+        f"{PACKAGE}.triton_bwd",
+        f"{PACKAGE}.triton_chunks",
+        f"{PACKAGE}.triton_tables",
+        GATES_BACK,
+    ),
 )

@@ -163,18 +163,26 @@ def token_column(
 
 @triton.jit
 def looked_at(
-    rows, columns, at, s, some, from_s, before_s,
-    FIRST: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows, columns, at, s, some, from_s, before_s, lost_from_s, lost_before_s,
+    LOW: tl.constexpr, FIRST: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, V]: what tokens find in the rows of a tile from s on, and before."""
+    """[ROWS, V]: what tokens find in the rows of a tile from s on, and before; with LOW also in
+    what rounding took from them.
+    """
     H: tl.constexpr = P // 2
     x = token_rows(rows, at, some, False, FIRST, KEYS, ROWS, P)
+    found = tl.dot(x, from_s, input_precision=PRECISION)
+    if LOW:
+        found = tl.dot(x, lost_from_s, found, input_precision=PRECISION)
     low = token_column(columns, at, s, some, FIRST, KEYS, ROWS, P)
-    found = low[:, None] * tl.dot(x, from_s, input_precision=PRECISION)
+    total = low[:, None] * found
     x = token_rows(rows, at, some, True, FIRST, KEYS, ROWS, P)
+    found = tl.dot(x, before_s, input_precision=PRECISION)
+    if LOW:
+        found = tl.dot(x, lost_before_s, found, input_precision=PRECISION)
     high = token_column(columns, at, H + s, some, FIRST, KEYS, ROWS, P)
-    return found + high[:, None] * tl.dot(x, before_s, input_precision=PRECISION)
+    return total + high[:, None] * found
 
 
 @triton.jit
@@ -352,40 +360,27 @@ def omega_walk_symmetric(
                 tile *= weight[:, None]
                 from_s = tl.where(keep, tile, 0.0).to(dtype)
                 before_s = tl.where(keep, 0.0, tile).to(dtype)
+                lost_from_s = from_s
+                lost_before_s = before_s
+                if LOW:
+                    tile -= from_s.to(tl.float32) + before_s.to(tl.float32)
+                    lost_from_s = tl.where(keep, tile, 0.0).to(dtype)
+                    lost_before_s = tl.where(keep, 0.0, tile).to(dtype)
                 if not DOT:
                     R += looked_at(
-                        k_rows, k_columns, at, s, more, from_s, before_s, HALO, KEYS, CHUNK, P,
-                        PRECISION,
+                        k_rows, k_columns, at, s, more, from_s, before_s, lost_from_s,
+                        lost_before_s, LOW, HALO, KEYS, CHUNK, P, PRECISION,
                     )  # fmt: skip
                     if HALO > 0:
                         R_older += looked_at(
-                            k_rows, k_columns, at, s, more, from_s, before_s, 0, KEYS, HALO, P,
-                            PRECISION,
+                            k_rows, k_columns, at, s, more, from_s, before_s, lost_from_s,
+                            lost_before_s, LOW, 0, KEYS, HALO, P, PRECISION,
                         )  # fmt: skip
                 if READ:
                     Y += looked_at(
-                        q_rows, q_columns, at, s, more, from_s, before_s, 0, CHUNK, CHUNK, P,
-                        PRECISION,
+                        q_rows, q_columns, at, s, more, from_s, before_s, lost_from_s,
+                        lost_before_s, LOW, 0, CHUNK, CHUNK, P, PRECISION,
                     )  # fmt: skip
-                if LOW:
-                    tile -= from_s.to(tl.float32) + before_s.to(tl.float32)
-                    from_s = tl.where(keep, tile, 0.0).to(dtype)
-                    before_s = tl.where(keep, 0.0, tile).to(dtype)
-                    if not DOT:
-                        R += looked_at(
-                            k_rows, k_columns, at, s, more, from_s, before_s, HALO, KEYS, CHUNK, P,
-                            PRECISION,
-                        )  # fmt: skip
-                        if HALO > 0:
-                            R_older += looked_at(
-                                k_rows, k_columns, at, s, more, from_s, before_s, 0, KEYS, HALO, P,
-                                PRECISION,
-                            )  # fmt: skip
-                    if READ:
-                        Y += looked_at(
-                            q_rows, q_columns, at, s, more, from_s, before_s, 0, CHUNK, CHUNK, P,
-                            PRECISION,
-                        )  # fmt: skip
             # Squares of the lower half have no weight here: they were among the pairs.
             weight = step_weight(a, H, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
             R, R_older, Y = _whole_step(
