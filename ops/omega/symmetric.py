@@ -82,15 +82,17 @@ class SymmetricCall(Call):
 
     def lay_out(
         self, x: torch.Tensor, *, older: bool = False, columns: bool = False,
-        tail: torch.Tensor | None = None,
+        tail: torch.Tensor | None = None, numbers: dict[str, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Tokens of x (B, T, H, ·) chunk after chunk, as rows and with `columns` as columns.
 
-        `older`: behind those in front of each chunk, for which `tail` may hold more.
+        `older`: behind those in front of each chunk, for which `tail` may hold more. `numbers`: the
+        span whose chunks they are, and how many it has; None: all.
         """
         halo = self.halo if older else 0
         width = padded(x.shape[3])
-        size, rows = (self.slots, self.shape.heads), halo + self.flags["CHUNK"]
+        places = self.shape.batch * numbers["every"] if numbers else self.slots
+        size, rows = (places, self.shape.heads), halo + self.flags["CHUNK"]
         by_row = self.empty(*size, rows, width, dtype=x.dtype)
         by_column = self.empty(*size, width, rows, dtype=x.dtype) if columns else None
         with_tail = tail is not None and halo > 0
@@ -103,8 +105,10 @@ class SymmetricCall(Call):
             "columns": by_column,
             **self.sizes,
             **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride(), strict=False)),
+            **(numbers or {"every": 1, "span": 0}),
         }
         constants = {
+            "SPANS": numbers is not None,
             "COLUMNS": columns,
             "PACKED": self.flags["PACKED"],
             "TAIL": with_tail,
@@ -115,16 +119,21 @@ class SymmetricCall(Call):
             "WIDTH": x.shape[3],
             "P": width,
         }
-        programs = self.slots * self.shape.heads
+        programs = places * self.shape.heads
         self.launch("omega_lay_out", programs, MOVE_CONFIG, arguments, constants)
         return by_row, by_column
 
-    def lay_out_tokens(self) -> dict[str, Any]:
+    def lay_out_tokens(
+        self, numbers: dict[str, int] | None = None, *, queries: bool = True
+    ) -> dict[str, Any]:
         """Queries, keys and values as the walk takes them."""
-        q_rows, q_columns = self.lay_out(self.q, columns=True)
-        older = self.older
-        k_rows, k_columns = self.lay_out(self.k, older=True, columns=True, tail=older["tail_k"])
-        v_rows, _ = self.lay_out(self.v, older=True, tail=older["tail_v"])
+        older, q_rows, q_columns = self.older, None, None
+        if queries:
+            q_rows, q_columns = self.lay_out(self.q, columns=True, numbers=numbers)
+        k_rows, k_columns = self.lay_out(
+            self.k, older=True, columns=True, tail=older["tail_k"], numbers=numbers
+        )
+        v_rows, _ = self.lay_out(self.v, older=True, tail=older["tail_v"], numbers=numbers)
         return {
             "q_rows": q_rows, "q_columns": q_columns, "k_rows": k_rows, "k_columns": k_columns,
             "v_rows": v_rows,

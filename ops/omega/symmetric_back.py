@@ -15,7 +15,7 @@ from ..checks import last_contiguous
 from ..triton_runtime import padded
 from .op import OmegaShape, OmegaTensors
 from .symmetric import MARKS, MOVE_CONFIG, SPAN, SymmetricCall
-from .symmetric_spaces import KERNELS_BACK, SPACE_SYMMETRIC_BWD
+from .symmetric_spaces import KERNELS_BACK, KERNELS_GRADIENTS, SPACE_SYMMETRIC_BWD
 from .triton_backward import Backward
 from .triton_forward import known_window
 from .triton_spaces import GATES_BACK
@@ -24,7 +24,8 @@ SPAN_CHUNKS = 8  # most chunks of a span: memories are kept of as many, and one 
 QUERIES, OWN, OLDER = 0, 1, 2  # whose features
 GATES_BACK_HEADS = 4  # of a program of `omega_gates_back`
 GATES_BACK_CONFIG = Config.make(1, 1, "fma")
-INNER_TILE = 2048
+INNER_TILE = 2048  # cells of a memory at a time
+WALKING = ("omega_tables_symmetric", "omega_pull_symmetric", "omega_walk_back_symmetric")
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -53,10 +54,8 @@ class SymmetricBackward(SymmetricCall, Backward):
         """Of the first `DIFFERENTIABLE` tensors of a call, None where there is no tensor."""
         shape = self.shape
         self.gates(bounded=True)
+        marks = self._marks()
         tables = self._tables()
-        laid = self.lay_out_tokens()
-        y_rows, _ = self.lay_out(self.d_y)
-        marks = self._marks(laid)
         kept = self.memories(self.places)
         d_kept = self.memories(self.places, shape.dtype)
         d_packed = self.pack(self.d_state)
@@ -64,6 +63,8 @@ class SymmetricBackward(SymmetricCall, Backward):
         found = self._room_of_gates()
         for span in reversed(range(self.spans)):
             numbers = {"every": self.every, "span": span}
+            laid = self.lay_out_tokens(numbers)
+            y_rows, _ = self.lay_out(self.d_y, numbers=numbers)
             looked, errors = self.walk(
                 laid, SPAN, marks, marks=marks, kept=kept, low=True, **numbers
             )
@@ -77,7 +78,7 @@ class SymmetricBackward(SymmetricCall, Backward):
             grads[7] = self._of_coefficients(found)
         return tuple(grads)
 
-    def _marks(self, laid: dict[str, Any]) -> torch.Tensor:
+    def _marks(self) -> torch.Tensor:
         """The memory at the begin of each span."""
         shape = self.shape
         count = shape.batch * self.spans
@@ -85,7 +86,8 @@ class SymmetricBackward(SymmetricCall, Backward):
             count = shape.tokens // (self.sizes["chunk"] * self.every) + shape.batch
         marks = self.memories(count)
         packed = self.pack(self.starts()["initial_state"])
-        self.walk(laid, MARKS, packed, marks=marks, every=self.every, low=True)
+        laid = self.lay_out_tokens(queries=False)
+        self.walk(laid, MARKS, packed, marks=marks, every=self.every)
         return marks
 
     def _tables(self) -> dict[str, torch.Tensor | None]:
@@ -296,4 +298,5 @@ class SymmetricBackward(SymmetricCall, Backward):
         self, name: str, programs: int, config: Config, arguments: dict[str, Any],
         constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.launch(name, programs, config, arguments, constants, KERNELS_BACK)
+        kernels = KERNELS_BACK if name in WALKING else KERNELS_GRADIENTS
+        self.launch(name, programs, config, arguments, constants, kernels)

@@ -18,6 +18,7 @@ from .triton_spaces import GATES_BACK, NARROW_WARPS, OP, WIDE, halo_of, rows_of,
 
 KERNELS = f"{PACKAGE}.triton_symmetric"
 KERNELS_BACK = f"{PACKAGE}.triton_symmetric_back"
+KERNELS_GRADIENTS = f"{PACKAGE}.triton_symmetric_gradients"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
 
 
@@ -154,6 +155,7 @@ SPACE_SYMMETRIC_BWD: Space = Space(
     sources=(
         KERNELS,
         KERNELS_BACK,
+        KERNELS_GRADIENTS,
         f"{PACKAGE}.triton_fwd",
         f"{PACKAGE}.triton_bwd",
         f"{PACKAGE}.triton_chunks",

@@ -17,9 +17,9 @@
 | `triton_gates_back` | gradients of gates, from those that these leave                     |
 
 Launchers are in `triton_forward`, `triton_backward`, `hopper_forward`, `hopper_backward`,
-`symmetric` and `symmetric_back`, config spaces in `triton_spaces` and `symmetric_spaces`; what kernels share is in
-`triton_chunks`. `groups` cuts the sequences of few heads into groups of chunks that walk side by
-side.
+`symmetric` and `symmetric_back`, config spaces in `triton_spaces` and `symmetric_spaces`; what
+kernels share is in `triton_chunks`. `groups` cuts the sequences of few heads into groups of chunks
+that walk side by side.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import triton.language as tl
 from ..polynomial.triton_rows import coefficient, root, row_of
 from .triton_chunks import SIZES, load_older, load_rate, load_rows, place_chunk, place_walk, shares
 
-LAY_OUT_RUNTIME = (*SIZES, "stride_b", "stride_t", "stride_h")
+LAY_OUT_RUNTIME = (*SIZES, "stride_b", "stride_t", "stride_h", "every", "span")
 WALK_RUNTIME = (*SIZES, "stride_ah", "stride_ar", "every", "span")
 READS_RUNTIME = (*SIZES, "stride_ah", "stride_ar")
 # What a walk keeps: the memory after the last token; at each span's begin; at each chunk's, of one
@@ -60,29 +60,57 @@ def repack(
         tl.store(rows, tl.load(tile), mask=inside)
 
 
+@triton.jit
+def place_span(
+    place, cu, tokens, chunk, chunks, every, span, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk of a span: its sequence, row of the batch, slot, first token, tokens (none:
+    nothing to do); first token of the sequence, and the one behind its last.
+    """
+    sequence = place // every
+    number = span * every + place % every
+    begin = tokens * 0
+    end = tokens
+    batch = sequence
+    slot = sequence * chunks + number
+    if PACKED:
+        batch = begin
+        begin = tl.load(cu + sequence)
+        end = tl.load(cu + sequence + 1)
+        slot = begin // chunk + sequence + number
+    first = begin + number * chunk
+    return sequence, batch, slot, first, tl.minimum(chunk, end - first), begin, end
+
+
 @triton.jit(do_not_specialize=LAY_OUT_RUNTIME)
 def omega_lay_out(
     x, tail, tail_length, cu, rows, columns,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32,
-    stride_b: tl.int64, stride_t: tl.int64, stride_h: tl.int64,
-    COLUMNS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr,
-    P: tl.constexpr,
+    stride_b: tl.int64, stride_t: tl.int64, stride_h: tl.int64, every: tl.int32, span: tl.int32,
+    SPANS: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr,
+    LENGTHS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
+    WIDTH: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one chunk and head of x (B, T, H, WIDTH), the HALO ones in front of it first.
 
     rows (slots, H, HALO + CHUNK, P), and with COLUMNS columns (slots, H, P, HALO + CHUNK); zeros
-    where there is no token, and past WIDTH.
+    where there is no token, and past WIDTH. With SPANS of the chunks of one span, as `place_span`
+    numbers them.
     """
     KEYS: tl.constexpr = HALO + CHUNK
     head = tl.program_id(0) % heads
-    slot = tl.program_id(0) // heads
-    sequence, batch, _, first, size, begin = place_chunk(
-        slot, cu, tokens, chunk, chunks, sequences, PACKED
-    )
+    place = tl.program_id(0) // heads
+    if SPANS:
+        sequence, batch, _slot, first, size, begin, _end = place_span(
+            place, cu, tokens, chunk, chunks, every, span, PACKED
+        )
+    else:
+        sequence, batch, _slot, first, size, begin = place_chunk(
+            place, cu, tokens, chunk, chunks, sequences, PACKED
+        )
     if size > 0:
-        at = (slot.to(tl.int64) * heads + head) * (KEYS * P)
+        at = (place.to(tl.int64) * heads + head) * (KEYS * P)
         t = tl.arange(0, CHUNK)
         c = tl.arange(0, P)
         tile = load_rows(
@@ -294,7 +322,8 @@ def omega_walk_symmetric(
 
     looked (slots, H, CHUNK, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors
     (slots, H, HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first. With
-    SPAN slots are those of `kept`. LOW: R and φ(q) M from M in two parts of k's dtype.
+    SPAN they are of the chunks of `kept`, and so are the tokens. LOW: R and φ(q) M from M in two
+    parts of k's dtype.
     """
     H: tl.constexpr = P // 2
     KEYS: tl.constexpr = HALO + CHUNK
@@ -330,16 +359,18 @@ def omega_walk_symmetric(
         more = number < count  # else there is but what the last one wrote
         behind = number > lowest
         at = (slot0 + number).to(tl.int64) * heads + head
-        before = at - heads
+        out = at
         if KEEP == MARKS:
             store_to = marks + (mark + (number + every - 1) // every) * a_place + mine
         if KEEP == SPAN:
             store_to = kept + (sequence * every + number - lowest) * a_place + mine
-        R = -_values(v_rows, at, HALO, v0, more, KEYS, CHUNK, VALUES_P, V)
+            out = (sequence * every + number - lowest).to(tl.int64) * heads + head
+        before = out - heads
+        R = -_values(v_rows, out, HALO, v0, more, KEYS, CHUNK, VALUES_P, V)
         Y = tl.zeros([CHUNK, V], tl.float32)
         R_older = R
         if HALO > 0:
-            R_older = -_values(v_rows, at, 0, v0, more, KEYS, HALO, VALUES_P, V)
+            R_older = -_values(v_rows, out, 0, v0, more, KEYS, HALO, VALUES_P, V)
         if PAIRS:
             for s in tl.range(0, H, num_stages=1):
                 cells = cells_of(s, P, V)
@@ -368,35 +399,32 @@ def omega_walk_symmetric(
                     lost_before_s = tl.where(keep, 0.0, tile).to(dtype)
                 if not DOT:
                     R += looked_at(
-                        k_rows, k_columns, at, s, more, from_s, before_s, lost_from_s,
+                        k_rows, k_columns, out, s, more, from_s, before_s, lost_from_s,
                         lost_before_s, LOW, HALO, KEYS, CHUNK, P, PRECISION,
                     )  # fmt: skip
                     if HALO > 0:
                         R_older += looked_at(
-                            k_rows, k_columns, at, s, more, from_s, before_s, lost_from_s,
+                            k_rows, k_columns, out, s, more, from_s, before_s, lost_from_s,
                             lost_before_s, LOW, 0, KEYS, HALO, P, PRECISION,
                         )  # fmt: skip
                 if READ:
                     Y += looked_at(
-                        q_rows, q_columns, at, s, more, from_s, before_s, lost_from_s,
+                        q_rows, q_columns, out, s, more, from_s, before_s, lost_from_s,
                         lost_before_s, LOW, 0, CHUNK, CHUNK, P, PRECISION,
                     )  # fmt: skip
             # Squares of the lower half have no weight here: they were among the pairs.
             weight = step_weight(a, H, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
             R, R_older, Y = _whole_step(
-                load_from, store_to, H, weight, rate, k_rows, k_columns, q_rows, at, before, more,
+                load_from, store_to, H, weight, rate, k_rows, k_columns, q_rows, out, before, more,
                 behind, W, W_older, R, R_older, Y, True, DOT, READ, LOW, CHUNK, HALO, P, V,
                 PRECISION,
             )  # fmt: skip
         weight = step_weight(a, H + 1, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
         R, R_older, Y = _whole_step(
-            load_from, store_to, STEPS - 1, weight, rate, k_rows, k_columns, q_rows, at, before,
+            load_from, store_to, STEPS - 1, weight, rate, k_rows, k_columns, q_rows, out, before,
             more, behind, W, W_older, R, R_older, Y, False, DOT, READ, LOW, CHUNK, HALO, P, V,
             PRECISION,
         )  # fmt: skip
-        out = at
-        if KEEP == SPAN:
-            out = (sequence * every + number - lowest).to(tl.int64) * heads + head
         if READ:
             to = (out * CHUNK + t)[:, None] * VALUES + e[None, :]
             tl.store(looked + to, Y, mask=(t >= 0)[:, None] & inside & more)

@@ -19,7 +19,8 @@ from .. import triton_runtime as runtime
 from ..triton_runtime import LEAST, padded
 from . import omega_memory, triton
 from .op import OmegaShape, OmegaTensors
-from .symmetric_spaces import SPACE_SYMMETRIC
+from .symmetric_back import OLDER as OLDER_KEYS
+from .symmetric_spaces import SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD
 from .triton_spaces import FEW_WALKS, LEAST_LENGTH, NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD, TILE
 
 
@@ -134,7 +135,7 @@ PROBLEMS = (
     Problem("T2k-D64-fp32", 4, 2048, 16, 64, dtypes=("fp32",)),
     Problem("T8k-D64-symmetric", 4, 8192, 16, 64, symmetric=True),
 )
-SPACES = (SPACE_FWD, SPACE_BWD, SPACE_SYMMETRIC)
+SPACES = (SPACE_FWD, SPACE_BWD, SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD)
 
 
 # ---- compile reports ----------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
 def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
     """Configs, and what each is compiled for."""
-    if space is SPACE_SYMMETRIC:
+    if space in (SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD):
         shape = _compile_shape(feature_map="symmetric", wide=WIDTHS[0] * (WIDTHS[0] + 3) // 2)
         default = space.default(space.bucket(shape), device)
         yield default, shape
@@ -319,12 +320,15 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    scalar = ("omega_gates", "omega_edges", "omega_gates_back", "repack", "omega_lay_out")
+    scalar = (
+        "omega_gates", "omega_edges", "omega_gates_back", "repack", "omega_lay_out", "omega_inner",
+        "omega_tables_symmetric",
+    )  # fmt: skip
     if source.name in scalar or (
         source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
     ):
         return "fma"
-    older = source.constexprs.get("OLDER", False)
+    older = source.constexprs.get("OLDER", False) or source.constexprs.get("KIND") == OLDER_KEYS
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
     small = source.name == "omega_solve" and source.constexprs["PARTS"] != 2
     few = source.num_warps <= NARROW_WARPS
