@@ -18,12 +18,14 @@ from .symmetric import MARKS, MOVE_CONFIG, SPAN, SymmetricCall
 from .symmetric_spaces import KERNELS_BACK, KERNELS_GRADIENTS, SPACE_SYMMETRIC_BWD
 from .triton_backward import Backward
 from .triton_forward import known_window
-from .triton_spaces import GATES_BACK
+from .triton_spaces import GATES_BACK, NARROW_WARPS
 
 SPAN_CHUNKS = 8  # most chunks of a span: memories are kept of as many, and one of each span
 QUERIES, OWN, OLDER = 0, 1, 2  # whose features
 GATES_BACK_HEADS = 4  # of a program of `omega_gates_back`
 GATES_BACK_CONFIG = Config.make(1, 1, "fma")
+# With four warps ptxas (of Triton 3.6) leaves descriptors of its wgmma unset in some calls.
+PAIRS_CONFIG = Config.make(NARROW_WARPS, 1)
 INNER_TILE = 2048  # cells of a memory at a time
 WALKING = ("omega_tables_symmetric", "omega_pull_symmetric", "omega_walk_back_symmetric")
 
@@ -186,7 +188,7 @@ class SymmetricBackward(SymmetricCall, Backward):
         """What tokens give each other; and what of theirs meets M and dM."""
         shape, chunk = self.shape, self.flags["CHUNK"]
         each, width = (self.places, shape.heads), padded(shape.width)
-        lefts = {
+        lefts: Tensors = {
             "left_q": self.empty(*each, chunk, shape.values, dtype=shape.dtype),
             "left_m": self.empty(*each, self.keys, shape.values, dtype=shape.dtype),
             "left_d": self.empty(*each, self.keys, shape.values, dtype=shape.dtype),
@@ -212,7 +214,7 @@ class SymmetricBackward(SymmetricCall, Backward):
         constants = self.constants | {"VALUES_P": padded(shape.values), "V": self.columns}
         del constants["WIDTH"]
         programs = self.places * shape.heads
-        self._back("omega_pairs_back", programs, self.of_chunks, arguments, constants)
+        self._back("omega_pairs_back", programs, PAIRS_CONFIG, arguments, constants)
         return lefts
 
     def _features(
@@ -283,7 +285,7 @@ class SymmetricBackward(SymmetricCall, Backward):
         a = self.given.coefficients
         assert a is not None
         parts = [found[name] for name in ("of_queries", "of_keys", "of_older")]
-        through_memory = sum(x.sum(0) for x in parts if x is not None)  # (H, 2)
+        through_memory = torch.stack([x for x in parts if x is not None]).sum((0, 1))  # (H, 2)
         between = found["of_weights"]
         assert between is not None
         given = a[..., 1:].expand(self.shape.heads, -1)

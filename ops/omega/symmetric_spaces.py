@@ -121,9 +121,6 @@ SPACE_SYMMETRIC: Space = Space(
         _config(16, NARROW_WARPS, 32, NARROW_WARPS),
         _config(16, NARROW_WARPS, 64, NARROW_WARPS),
         _config(16, NARROW_WARPS, 64, 4),
-        _config(32, NARROW_WARPS, 32, NARROW_WARPS),
-        _config(32, NARROW_WARPS, 64, NARROW_WARPS),
-        _config(32, NARROW_WARPS, 64, 4),
     ),
     fits=_fits,
     bucket=bucket,
@@ -133,8 +130,9 @@ SPACE_SYMMETRIC: Space = Space(
 
 
 def _config_bwd(columns: int, read_v: int, warps: int) -> Config:
-    tiles = {"V": columns, "READ_V": read_v, "READ_WARPS": warps, "WARPS": warps}
-    return Config.make(NARROW_WARPS, 1, "wgmma", **tiles)
+    return Config.make(
+        NARROW_WARPS, 1, "wgmma", V=columns, READ_V=read_v, READ_WARPS=warps, WARPS=warps
+    )
 
 
 SPACE_SYMMETRIC_BWD: Space = Space(
@@ -146,8 +144,6 @@ SPACE_SYMMETRIC_BWD: Space = Space(
         _config_bwd(16, 32, NARROW_WARPS),
         _config_bwd(16, 64, NARROW_WARPS),
         _config_bwd(16, 64, 4),
-        _config_bwd(32, 64, NARROW_WARPS),
-        _config_bwd(32, 64, 4),
     ),
     fits=_fits,
     bucket=bucket,

@@ -41,7 +41,7 @@ def _between(
     t = tl.arange(0, CHUNK)
     i = tl.arange(0, ROWS)
     upstream = tl.zeros([CHUNK, ROWS], tl.float32)
-    for v0 in tl.range(0, VALUES, V, num_stages=1):
+    for v0 in tl.static_range(0, VALUES, V):
         dy = wide_rows(y_rows, to, v0, size, 0, CHUNK, CHUNK, VALUES_P, V, False)
         R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, True)
         upstream = tl.dot(dy, R, upstream, input_precision=PRECISION)
@@ -58,7 +58,7 @@ def _between(
     dq = tl.dot(d_scores, kt, dq, input_precision=PRECISION)
 
     upstream = tl.zeros([ROWS, CHUNK], tl.float32)
-    for v0 in tl.range(0, VALUES, V, num_stages=1):
+    for v0 in tl.static_range(0, VALUES, V):
         dy = wide_rows(y_rows, to, v0, size, 0, CHUNK, CHUNK, VALUES_P, V, True)
         R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
         upstream = tl.dot(R, dy, upstream, input_precision=PRECISION)
@@ -82,7 +82,7 @@ def _of_errors(
     KEYS: tl.constexpr = HALO + CHUNK
     i = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
-    for v0 in tl.range(0, VALUES, V, num_stages=1):
+    for v0 in tl.static_range(0, VALUES, V):
         R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False).to(tl.float32)
         L = wide_rows(along, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
         dR = wide_rows(d_errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
@@ -150,7 +150,7 @@ def omega_pairs_back(
         rate = tl.load(scales + at * CHUNK + t, mask=there, other=0.0)
         rate *= tl.load(rates + at * CHUNK + t, mask=there, other=0.0)
         of_rate = tl.zeros([CHUNK], tl.float32)
-        for v0 in tl.range(0, VALUES, V, num_stages=1):
+        for v0 in tl.static_range(0, VALUES, V):
             dy = wide_rows(y_rows, to, v0, size, 0, CHUNK, CHUNK, VALUES_P, V, False)
             dy = dy.to(tl.float32)
             found = wide_rows(looked, to, v0, size, 0, CHUNK, CHUNK, VALUES, V, False)
@@ -209,7 +209,7 @@ def _slopes(
 ):  # fmt: skip
     """[ROWS, P]: gradients of the features of a step, but for their weights."""
     slopes = tl.zeros([ROWS, P], tl.float32)
-    for v0 in tl.range(0, VALUES, COLS, num_stages=1):
+    for v0 in tl.static_range(0, VALUES, COLS):
         if KIND == QUERIES or not DOT:
             slopes = _through_memory(
                 left, kept, slopes, s, to, mine, v0, FIRST, KEYS, ROWS, VALUES, P, V, COLS, BLOCK,
