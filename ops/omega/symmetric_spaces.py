@@ -119,7 +119,6 @@ SPACE_SYMMETRIC: Space = Space(
     configs=(
         _config(16, NARROW_WARPS, 16, NARROW_WARPS),
         _config(16, NARROW_WARPS, 32, NARROW_WARPS),
-        _config(16, NARROW_WARPS, 64, NARROW_WARPS),
         _config(16, NARROW_WARPS, 64, 4),
     ),
     fits=_fits,
@@ -142,7 +141,6 @@ SPACE_SYMMETRIC_BWD: Space = Space(
     configs=(
         _config_bwd(16, 16, NARROW_WARPS),
         _config_bwd(16, 32, NARROW_WARPS),
-        _config_bwd(16, 64, NARROW_WARPS),
         _config_bwd(16, 64, 4),
     ),
     fits=_fits,
