@@ -237,8 +237,9 @@ def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Confi
         shape = _compile_shape(feature_map="symmetric", wide=WIDTHS[0] * (WIDTHS[0] + 3) // 2)
         default = space.default(space.bucket(shape), device)
         yield default, shape
-        if not quick:
+        if not quick or space is SPACE_SYMMETRIC:  # which repacks a state for backward, too
             yield default, replace(shape, packed=True, batch=3, aligned=False)
+        if not quick:
             yield from ((config, shape) for config in space.fitting(space.bucket(shape), device))
         return
     served: set[Config] = set()
