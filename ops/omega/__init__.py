@@ -136,9 +136,8 @@ def omega_memory(
             up to 64 and no more than a chunk, features up to 128 and values up to 256 wide; with
             "dot", whose errors meet no memory, chunks of any length. On Hopper chunks of 64 are
             fastest, in forward those of 8, 16 and 32, too, of aligned 16-bit tensors without
-            momentum. Of the map "symmetric" Triton has the forward up to degree 2, without
-            momentum, of keys up to 64 and values up to 256 wide in chunks up to 64; "auto" takes
-            eager.
+            momentum. Of the map "symmetric" Triton takes degrees up to 2, without momentum, keys up
+            to 64 and values up to 256 wide in chunks up to 64; "auto" takes eager.
 
     Returns:
         y (B, T, H, Dv), contiguous, v's dtype; and `OmegaState`, or None if it was not asked for.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.space import Config, Device, choose
+from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..polynomial.maps import defaults
@@ -26,20 +26,24 @@ from .symmetric_spaces import (
 from .triton_forward import Call, known_window, strides
 from .triton_spaces import OP
 
-REPACK_CONFIG = Config.make(4, 1, "fma")
-# Of a thread of a warpgroup that looks, of the second one, and of one that advances the memory.
+# Of a thread of a warpgroup that looks, and of one that advances the memory.
 LOOK_REGISTERS, ADVANCE_REGISTERS = 152, 104
+MOVE_CONFIG = Config.make(4, 1, "fma")  # of kernels that only move numbers
+STATE, MARKS, SPAN = 0, 1, 2  # what a walk keeps
+# Constants that kernels on laid-out tokens share.
+LAID_OUT = ("PACKED", "CHUNK", "HALO", "PRECISION")
 
 
-class SymmetricForward(Call):
-    """One call's results, kernel after kernel. Gates, queries and keys are those of a call without
-    a feature map: what `Call` prepares.
+class SymmetricCall(Call):
+    """One call's tensors as the kernels on symmetric features take them. Gates, queries and keys
+    are those of a call without a feature map: what `Call` prepares.
     """
 
-    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
-        config = choose(SPACE_SYMMETRIC, bucket(shape), Device.of(shape.device))
+    def __init__(self, shape: OmegaShape, given: OmegaTensors, space: Space) -> None:
+        config = choose(space, bucket(shape), Device.of(shape.device))
         plain = replace(shape, feature_map="identity", wide=shape.width)
-        super().__init__(plain, given, SPACE_SYMMETRIC, config)
+        # A backward has a parent of its own, which begins otherwise.
+        Call.__init__(self, plain, given, space, config)
         self.wide, self.of_pairs = shape.wide, shape
         a = given.coefficients
         pairs = shape.wide > shape.width
@@ -58,27 +62,24 @@ class SymmetricForward(Call):
         self.steps = 1 + (padded(shape.width) // 2 + 1) * pairs
         self.blocks = -(-shape.values // config["V"])
         self.defaults = {"DEFAULTS": defaults(2) if a is None else None}
+        self.keys = self.halo + self.flags["CHUNK"]
+        self.constants = {name: self.flags[name] for name in LAID_OUT} | self.rows | self.defaults
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """y, and M after the last token."""
-        self.gates()
-        packed = self._pack()
-        walk = self._walk_spans if self.config.get("HOPPER") else self._walk
-        looked, errors = walk(packed)
-        return self._reads(looked, errors), self._repack(packed), None
+    def memories(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Room for as many memories of all heads, in tiles."""
+        size = (self.shape.heads * self.blocks, self.steps, self.rows["P"], self.rows["V"])
+        return self.empty(count, *size, dtype=dtype)
 
-    def _pack(self) -> torch.Tensor:
-        shape = self.shape
-        heads = shape.batch * shape.heads * self.blocks
-        size = (heads, self.steps, self.rows["P"], self.rows["V"])
-        initial = self.starts()["initial_state"]
-        if initial is None:
-            return torch.zeros(size, dtype=torch.float32, device=self.device)
-        packed = self.empty(*size)
-        self._launch_repack(packed, initial, pack=True)
+    def pack(self, state: torch.Tensor | None) -> torch.Tensor:
+        """A state (N, H, D, Dv) in tiles; None: zeros."""
+        packed = self.memories(self.shape.batch)
+        if state is None:
+            return packed.zero_()
+        self._launch_repack(packed, state.contiguous(), pack=True)
         return packed
 
-    def _repack(self, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Its reverse."""
         shape = self.shape
         state = self.empty(shape.batch, shape.heads, self.wide, shape.values)
         self._launch_repack(packed, state, pack=False)
@@ -88,49 +89,140 @@ class SymmetricForward(Call):
         arguments = {"packed": packed, "state": state}
         constants = {"PACK": pack, "WIDE": self.wide, "STEPS": self.steps, **self.rows}
         constants["HOPPER"] = bool(self.config.get("HOPPER"))
-        programs = packed.shape[0] * packed.shape[1]
-        kernel = (KERNELS, "repack")
-        runtime.launch(OP, kernel, programs, self.device, REPACK_CONFIG, arguments, constants)
+        programs = packed.shape[0] * packed.shape[1] * packed.shape[2]
+        self.launch("repack", programs, MOVE_CONFIG, arguments, constants)
 
-    def _walk(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """φ(q) M of every token, M at its chunk's begin, and R of every chunk's keys."""
-        shape, config = self.shape, self.config
-        looked = self.empty(self.slots, shape.heads, self.flags["CHUNK"], shape.values)
-        keys = self.halo + self.flags["CHUNK"]
-        errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
+    def lay_out(
+        self, x: torch.Tensor, *, older: bool = False, columns: bool = False,
+        tail: torch.Tensor | None = None, numbers: dict[str, int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Tokens of x (B, T, H, ·) chunk after chunk, as rows and with `columns` as columns.
+
+        `older`: behind those in front of each chunk, for which `tail` may hold more. `numbers`: the
+        span whose chunks they are, and how many it has; None: all.
+        """
+        halo = self.halo if older else 0
+        width = padded(x.shape[3])
+        places = self.shape.batch * numbers["every"] if numbers else self.slots
+        size, rows = (places, self.shape.heads), halo + self.flags["CHUNK"]
+        by_row = self.empty(*size, rows, width, dtype=x.dtype)
+        by_column = self.empty(*size, width, rows, dtype=x.dtype) if columns else None
+        with_tail = tail is not None and halo > 0
         arguments: dict[str, Any] = {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "q_columns": self.q.permute(0, 2, 3, 1).contiguous(),
-            "k_columns": self.k.permute(0, 2, 3, 1).contiguous(),
-            **self.older,
+            "x": x,
+            "tail": tail,
+            "tail_length": self.older["tail_length"] if with_tail else None,
+            "cu": self.given.cu_seqlens,
+            "rows": by_row,
+            "columns": by_column,
+            **self.sizes,
+            **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride(), strict=False)),
+            **(numbers or {"every": 1, "span": 0}),
+        }
+        constants = {
+            "SPANS": numbers is not None,
+            "COLUMNS": columns,
+            "PACKED": self.flags["PACKED"],
+            "TAIL": with_tail,
+            "LENGTHS": with_tail and self.flags["LENGTHS"],
+            "ALIGNED": self.aligned(x),
+            "CHUNK": self.flags["CHUNK"],
+            "HALO": halo,
+            "WIDTH": x.shape[3],
+            "P": width,
+        }
+        programs = places * self.shape.heads
+        self.launch("omega_lay_out", programs, MOVE_CONFIG, arguments, constants)
+        return by_row, by_column
+
+    def lay_out_tokens(
+        self, numbers: dict[str, int] | None = None, *, queries: bool = True
+    ) -> dict[str, Any]:
+        """Queries, keys and values as the walk takes them."""
+        older, q_rows, q_columns = self.older, None, None
+        if queries:
+            q_rows, q_columns = self.lay_out(self.q, columns=True, numbers=numbers)
+        k_rows, k_columns = self.lay_out(
+            self.k, older=True, columns=True, tail=older["tail_k"], numbers=numbers
+        )
+        v_rows, _ = self.lay_out(self.v, older=True, tail=older["tail_v"], numbers=numbers)
+        return {
+            "q_rows": q_rows, "q_columns": q_columns, "k_rows": k_rows, "k_columns": k_columns,
+            "v_rows": v_rows,
+        }  # fmt: skip
+
+    def walk(
+        self, laid: dict[str, Any], keep: int, packed: torch.Tensor, *,
+        marks: torch.Tensor | None = None, kept: torch.Tensor | None = None, every: int = 1,
+        span: int = 0, low: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """φ(q) M of every token, M at its chunk's begin, and R of every chunk's keys; None of
+        MARKS.
+        """
+        shape, config = self.shape, self.config
+        looked = errors = None
+        if keep != MARKS:
+            slots = self.slots if keep == STATE else shape.batch * every
+            looked = self.empty(slots, shape.heads, self.flags["CHUNK"], shape.values)
+            errors = self.empty(slots, shape.heads, self.keys, shape.values, dtype=shape.dtype)
+        arguments: dict[str, Any] = {
+            **laid,
             "cu": self.given.cu_seqlens,
             "writes": self.edges["writes"],
             "ends": self.edges["ends"],
             **self.weights,
             "packed": packed,
+            "marks": marks,
+            "kept": kept,
             "looked": looked,
             "errors": errors,
             **self.sizes,
-            **strides("q", self.q),
-            **strides("k", self.k),
-            **strides("v", self.v),
+            "every": every,
+            "span": span,
         }
-        names = ("DOT", "PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "PRECISION")
-        constants = {name: self.flags[name] for name in names} | self.rows
-        constants |= {**self.defaults, "STEPS": self.steps, "STAGES": config.num_stages}
+        constants = {
+            **self.constants,
+            "KEEP": keep,
+            "DOT": shape.dot,
+            "LOW": low and shape.dtype != torch.float32,
+            "VALUES_P": padded(shape.values),
+            "STEPS": self.steps,
+        }
         programs = shape.batch * shape.heads * self.blocks
-        kernel = (KERNELS, "omega_walk_symmetric")
-        runtime.launch(OP, kernel, programs, self.device, config, arguments, constants)
+        self.launch("omega_walk_symmetric", programs, config, arguments, constants)
         return looked, errors
 
+    def launch(
+        self, name: str, programs: int, config: Config, arguments: dict[str, Any],
+        constants: dict[str, Any], kernels: str = KERNELS,
+    ) -> None:  # fmt: skip
+        """Launch a kernel by its name."""
+        runtime.launch(
+            OP, (kernels, name), programs, self.device, config, arguments, constants
+        )  # fmt: skip
+
+
+class SymmetricForward(SymmetricCall):
+    """One call's results, kernel after kernel."""
+
+    def __init__(self, shape: OmegaShape, given: OmegaTensors) -> None:
+        super().__init__(shape, given, SPACE_SYMMETRIC)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """y, and M after the last token."""
+        self.gates()
+        packed = self.pack(self.starts()["initial_state"])
+        if self.config.get("HOPPER"):
+            looked, errors = self._walk_spans(packed)
+        else:
+            looked, errors = self.walk(self.lay_out_tokens(), STATE, packed)
+        return self._reads(looked, errors), self.unpack(packed), None
+
     def _walk_spans(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `_walk` finds, two chunks at a time."""
+        """What `walk` finds, two chunks at a time."""
         shape = self.shape
         looked = self.empty(self.slots, shape.heads, self.flags["CHUNK"], shape.values)
-        keys = self.halo + self.flags["CHUNK"]
-        errors = self.empty(self.slots, shape.heads, keys, shape.values, dtype=shape.dtype)
+        errors = self.empty(self.slots, shape.heads, self.keys, shape.values, dtype=shape.dtype)
         tail = self.older["tail_k"] if self.flags["TAIL"] else None
         arguments: dict[str, Any] = {
             **{name: self._halves(x, CHUNK) for name, x in (("q", self.q), ("k", self.k))},
@@ -158,8 +250,7 @@ class SymmetricForward(Call):
             "ADVANCE_REGISTERS": ADVANCE_REGISTERS,
         }
         programs = shape.batch * shape.heads * self.blocks
-        kernel = (HOPPER, "omega_walk_spans")
-        runtime.launch(OP, kernel, programs, self.device, self.config, arguments, constants)
+        self.launch("omega_walk_spans", programs, self.config, arguments, constants, HOPPER)
         return looked, errors
 
     def _halves(self, x: torch.Tensor, rows: int) -> Any:
@@ -207,19 +298,16 @@ class SymmetricForward(Call):
             **strides("q", self.q),
             **strides("k", self.k),
         }
-        names = ("PACKED", "TAIL", "LENGTHS", "ALIGNED", "CHUNK", "HALO", "PRECISION")
-        constants = {name: self.flags[name] for name in names} | self.rows
-        constants |= {
-            **self.defaults,
+        constants = {
+            **self.constants,
+            **{name: self.flags[name] for name in ("TAIL", "LENGTHS", "ALIGNED")},
             "DECAY": shape.decay,
             "BEFORE": shape.read_before,
             "WINDOW": known_window(shape),
             "GATES_PRECISION": self.gates_precision,
             "V": min(config["READ_V"], padded(shape.values)),
         }
-        blocks = -(-shape.values // constants["V"])
-        programs = self.slots * shape.heads * blocks
+        programs = self.slots * shape.heads * -(-shape.values // constants["V"])
         launched = Config.make(config["READ_WARPS"], 1)
-        kernel = (KERNELS, "omega_reads_symmetric")
-        runtime.launch(OP, kernel, programs, self.device, launched, arguments, constants)
+        self.launch("omega_reads_symmetric", programs, launched, arguments, constants)
         return y

@@ -1,8 +1,10 @@
-"""Config space of the forward on symmetric features: columns of the memory, and of the reads.
+"""Config spaces on symmetric features: columns of the memory, and of the reads.
 
-V, `num_warps` and `num_stages` are those of the walk along the sequence, READ_V and READ_WARPS of
-the reads. The walk for Hopper (HOPPER) has tiles of one size, and SLOTS for what goes from who adds
-to the memory to who looks.
+V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads,
+or of what they ask in backward, WARPS of its gradients. The
+walk has two warps, which multiply without wgmma: with it Triton 3.6 compiled the walk to one that
+was wrong on Hopper. Reads have them in fp32 and where tiles are narrow, for the reason that
+`triton_spaces` gives.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from ...autotune.space import Config, Device, Key, Space
 from .. import triton_runtime as runtime
 from ..triton_runtime import padded
 from .op import PACKAGE, OmegaShape
-from .triton_spaces import OP, halo_of, parts_of, rows_of, walked
+from .triton_spaces import GATES_BACK, NARROW_WARPS, OP, WIDE, halo_of, parts_of, rows_of, walked
 
 KERNELS, HOPPER = f"{PACKAGE}.triton_symmetric", f"{PACKAGE}.hopper_symmetric"
+KERNELS_BACK = f"{PACKAGE}.triton_symmetric_back"
+KERNELS_GRADIENTS = f"{PACKAGE}.triton_symmetric_gradients"
 MOST_WIDTH, MOST_CHUNK, MOST_HALO, MOST_VALUES = 64, 64, 64, 256
 # Of the walk for Hopper: tokens of a chunk and older ones, columns of the memory.
 CHUNK, OLDER, COLUMNS = 64, 16, 32
@@ -64,8 +68,6 @@ def refusal(shape: OmegaShape) -> str | None:
         return "takes symmetric features up to degree 2"
     if shape.momentum:
         return "has no momentum on symmetric features"
-    if shape.backward:
-        return "has no backward on symmetric features"
     limits = (
         ("the width of q", shape.width, MOST_WIDTH),
         ("chunk_size", shape.chunk_size, MOST_CHUNK),
@@ -85,11 +87,14 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     for tile in ("V", "READ_V"):
         if config[tile] > bucket.values:
             return f"{tile} is {config[tile]}, there are {bucket.values} columns"
+    narrow = bucket.size == 4 or config["READ_V"] < WIDE
+    for warps in ("READ_WARPS", "WARPS"):
+        if config.get(warps) and narrow != (config[warps] == NARROW_WARPS):
+            return f"is for reads that {'wgmma serves' if narrow else 'wgmma does not serve'}"
+    # x by rows and by columns, a tile and what it is made of, on their way to products.
+    columns = max(config["V"], config["READ_V"])
     rows = bucket.chunk + bucket.halo
-    # x of queries, keys and those before, by halves; a tile on its way, and what it is made of.
-    shared = bucket.size * (
-        6 * rows * bucket.width + 2 * config["V"] * (bucket.width * (config.num_stages + 1) + rows)
-    )
+    shared = bucket.size * (2 * rows * bucket.width + (3 * bucket.width + rows) * columns)
     if shared + 1024 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None
@@ -117,16 +122,18 @@ def _hopper(slots: int, read_v: int, read_warps: int = 4) -> Config:
     return Config.make(4, 1, "wgmma", atomic=False, READ_V=read_v, READ_WARPS=read_warps, **tiles)
 
 
-def _config(columns: int, warps: int, stages: int, read_v: int, read_warps: int = 4) -> Config:
-    return Config.make(warps, stages, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
+def _config(columns: int, warps: int, read_v: int, read_warps: int) -> Config:
+    return Config.make(warps, 1, "wgmma", V=columns, READ_V=read_v, READ_WARPS=read_warps)
 
 
-def _default(key: Key, device: Device) -> Config:
-    """The widest columns of a walk that still leave no multiprocessor without one."""
+def _default(space: Space, key: Key, device: Device) -> Config:
+    """The widest columns of a walk, so small a program, that still leave every second
+    multiprocessor two of them.
+    """
     bucket = SymmetricBucket(*key)
-    fitting = SPACE_SYMMETRIC.fitting(key, device)
+    fitting = space.fitting(key, device)
     if not fitting:
-        raise ValueError(f"{SPACE_SYMMETRIC.name}: no config fits {bucket} on {device.arch}")
+        raise ValueError(f"{space.name}: no config fits {bucket} on {device.arch}")
 
     hopper = [config for config in fitting if config.get("HOPPER")]
     if hopper:
@@ -134,7 +141,7 @@ def _default(key: Key, device: Device) -> Config:
 
     def worth(config: Config) -> tuple[bool, int, int]:
         programs = bucket.heads * -(-bucket.values // config["V"])
-        full = programs >= 0.75 * device.multiprocessors
+        full = programs >= 1.5 * device.multiprocessors
         return full, config["V"] if full else -config["V"], config["READ_V"]
 
     return max(fitting, key=worth)
@@ -149,16 +156,13 @@ SPACE_SYMMETRIC: Space = Space(
         _hopper(2, 64),
         _hopper(2, 32),
         _hopper(2, 64, 8),
-        _config(16, 4, 2, 16),
-        _config(16, 4, 2, 64),
-        _config(32, 4, 2, 32),
-        _config(32, 4, 2, 64),
-        _config(32, 4, 3, 64),
-        _config(32, 8, 2, 64),
+        _config(16, NARROW_WARPS, 16, NARROW_WARPS),
+        _config(16, NARROW_WARPS, 32, NARROW_WARPS),
+        _config(16, NARROW_WARPS, 64, 4),
     ),
     fits=_fits,
     bucket=bucket,
-    default=_default,
+    default=lambda key, device: _default(SPACE_SYMMETRIC, key, device),
     sources=(
         KERNELS,
         HOPPER,
@@ -166,5 +170,36 @@ SPACE_SYMMETRIC: Space = Space(
         f"{PACKAGE}.hopper_features",
         f"{PACKAGE}.triton_fwd",
         f"{PACKAGE}.triton_chunks",
+    ),
+)
+
+
+def _config_bwd(columns: int, read_v: int, warps: int) -> Config:
+    return Config.make(
+        NARROW_WARPS, 1, "wgmma", V=columns, READ_V=read_v, READ_WARPS=warps, WARPS=warps
+    )
+
+
+SPACE_SYMMETRIC_BWD: Space = Space(
+    op=OP,
+    pass_="bwd_symmetric",
+    backend="triton",
+    configs=(
+        _config_bwd(16, 16, NARROW_WARPS),
+        _config_bwd(16, 32, NARROW_WARPS),
+        _config_bwd(16, 64, 4),
+    ),
+    fits=_fits,
+    bucket=bucket,
+    default=lambda key, device: _default(SPACE_SYMMETRIC_BWD, key, device),
+    sources=(
+        KERNELS,
+        KERNELS_BACK,
+        KERNELS_GRADIENTS,
+        f"{PACKAGE}.triton_fwd",
+        f"{PACKAGE}.triton_bwd",
+        f"{PACKAGE}.triton_chunks",
+        f"{PACKAGE}.triton_tables",
+        GATES_BACK,
     ),
 )

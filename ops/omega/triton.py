@@ -13,12 +13,13 @@
 | `hopper_gradients`  | its gradients                                                       |
 | `triton_tables`     | weights of reads, for the kernels for Hopper                        |
 | `triton_symmetric`  | forward on symmetric features, which are never in memory            |
+| `triton_symmetric_back` | its backward                                                    |
 | `triton_gates_back` | gradients of gates, from those that these leave                     |
 
-Launchers are in `triton_forward`, `triton_backward`, `hopper_forward`, `hopper_backward` and
-`symmetric`, config spaces in `triton_spaces` and `symmetric_spaces`; what kernels share is in
-`triton_chunks`. `groups` cuts the sequences of few heads into groups of chunks that walk side by
-side.
+Launchers are in `triton_forward`, `triton_backward`, `hopper_forward`, `hopper_backward`,
+`symmetric` and `symmetric_back`, config spaces in `triton_spaces` and `symmetric_spaces`; what
+kernels share is in `triton_chunks`. `groups` cuts the sequences of few heads into groups of chunks
+that walk side by side.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from .hopper_backward import HopperBackward
 from .hopper_forward import HopperForward
 from .op import OmegaShape, OmegaTensors
 from .symmetric import SymmetricForward
-from .symmetric_spaces import SPACE_SYMMETRIC
+from .symmetric_back import SymmetricBackward
+from .symmetric_spaces import SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD
 from .triton_backward import Backward
 from .triton_forward import Call
 from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
 
 __all__ = [
-    "SPACE_BWD", "SPACE_FWD", "SPACE_SYMMETRIC", "bwd", "fwd", "spaces", "supports", "yields",
+    "SPACE_BWD", "SPACE_FWD", "SPACE_SYMMETRIC", "SPACE_SYMMETRIC_BWD", "bwd", "fwd", "spaces",
+    "supports", "yields",
 ]  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def yields(shape: OmegaShape, arch: str) -> str | None:
 def spaces(shape: OmegaShape) -> dict[str, Space]:
     """The config spaces of a call's passes."""
     if _symmetric(shape):
-        return {"fwd": SPACE_SYMMETRIC}
+        return {"fwd": SPACE_SYMMETRIC, "bwd": SPACE_SYMMETRIC_BWD}
     return {"fwd": SPACE_FWD, "bwd": SPACE_BWD}
 
 
@@ -99,6 +102,8 @@ def bwd(
     given: OmegaTensors,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the first `DIFFERENTIABLE` tensors of a call."""
+    if _symmetric(shape):
+        return SymmetricBackward(shape, given, d_y, d_state).gradients()
     config = choose(SPACE_BWD, bucket(shape), Device.of(shape.device))
     launches = HopperBackward if config.get("HOPPER") else Backward
     return launches(shape, given, d_y, d_state, d_momentum).gradients()

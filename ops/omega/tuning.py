@@ -19,7 +19,8 @@ from .. import triton_runtime as runtime
 from ..triton_runtime import LEAST, padded
 from . import omega_memory, triton
 from .op import OmegaShape, OmegaTensors
-from .symmetric_spaces import SPACE_SYMMETRIC
+from .symmetric_back import OLDER as OLDER_KEYS
+from .symmetric_spaces import SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD
 from .triton_spaces import FEW_WALKS, LEAST_LENGTH, NARROW_WARPS, OP, SPACE_BWD, SPACE_FWD, TILE
 
 
@@ -134,7 +135,7 @@ PROBLEMS = (
     Problem("T2k-D64-fp32", 4, 2048, 16, 64, dtypes=("fp32",)),
     Problem("T8k-D64-symmetric", 4, 8192, 16, 64, symmetric=True),
 )
-SPACES = (SPACE_FWD, SPACE_BWD, SPACE_SYMMETRIC)
+SPACES = (SPACE_FWD, SPACE_BWD, SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD)
 
 
 # ---- compile reports ----------------------------------------------------------------------------
@@ -171,8 +172,11 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
-    ("walk_symmetric", 64): (696, 824),
-    ("reads_symmetric", 64): (0, 96),
+    ("walk_symmetric", 64): (216, 464),
+    ("reads_symmetric", 64): (128, 168),
+    ("walk_back_symmetric", 64): (184, 376),
+    ("pairs_back", 64): (696, 624),
+    ("features_back", 64): (1200, 1912),
     ("chain", 64): (0, 64),
     ("chain", 128): (64, 1088),
     ("chain", "momentum"): (0, 64),
@@ -229,12 +233,13 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
 def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Config, OmegaShape]]:
     """Configs, and what each is compiled for."""
-    if space is SPACE_SYMMETRIC:
+    if space in (SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD):
         shape = _compile_shape(feature_map="symmetric", wide=WIDTHS[0] * (WIDTHS[0] + 3) // 2)
         default = space.default(space.bucket(shape), device)
         yield default, shape
-        if not quick:
+        if not quick or space is SPACE_SYMMETRIC:  # which repacks a state for backward, too
             yield default, replace(shape, packed=True, batch=3, aligned=False)
+        if not quick:
             yield from ((config, shape) for config in space.fitting(space.bucket(shape), device))
         return
     served: set[Config] = set()
@@ -319,12 +324,15 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
 
 def _matrix(source: KernelSource) -> str | None:
     """Where it is not what the config states: two warps, and tiles of 16 rows, have no wgmma."""
-    scalar = ("omega_gates", "omega_edges", "omega_gates_back", "repack")
+    scalar = (
+        "omega_gates", "omega_edges", "omega_gates_back", "repack", "omega_lay_out", "omega_inner",
+        "omega_tables_symmetric",
+    )  # fmt: skip
     if source.name in scalar or (
         source.name == "omega_tables" and not source.constexprs["MOMENTUM"]
     ):
         return "fma"
-    older = source.constexprs.get("OLDER", False)
+    older = source.constexprs.get("OLDER", False) or source.constexprs.get("KIND") == OLDER_KEYS
     narrow = source.name == "omega_reads" and source.constexprs["CHUNK"] == LEAST
     small = source.name == "omega_solve" and source.constexprs["PARTS"] != 2
     few = source.num_warps <= NARROW_WARPS

@@ -200,36 +200,6 @@ def test_rules_of_few_heads(case: Case, device: torch.device) -> None:
         pytest.skip("groups are kernels for Hopper, in the Gluon of Triton 3.6 or newer")
 
 
-SYMMETRIC = FEW.but(momentum=False, degree=2, symmetric=True)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        (SYMMETRIC, BF16),
-        (SYMMETRIC.but(carried=True, batch=2, window=5), FP16),
-        (SYMMETRIC.but(decay=False, gates=False, window=1), BF16),
-        (SYMMETRIC.but(packed=(0, 70, 70, 134, 140), carried=True), BF16),
-        (SYMMETRIC.but(chunk_size=37, window=17, read_before=True, width=48, values=80), BF16),
-        (SYMMETRIC.but(chunk_size=16, width=16, inner_loss="dot", carried=True), BF16),
-        (SYMMETRIC.but(degree=1, width=20, values=24), FP16),
-        (SYMMETRIC.but(width=33, values=20, tokens=70), FP32),
-    ],
-    ids=lambda x: x.name if isinstance(x, Case) else str(x).removeprefix("torch."),
-)
-def test_forward_on_symmetric_features(
-    case: Case, dtype: torch.dtype, device: torch.device
-) -> None:
-    """By every config. There is no backward."""
-    skip_unless_served(backend.SPACE_SYMMETRIC, case, dtype, device)
-    truth = oracle.Oracle(LITERAL, case.arguments, dtype, device, seeds=(0, 1), grads=False)
-    shape = shape_of(case.arguments(0, dtype, device))
-    with oracle.collected() as failures:
-        for config in contracts.every_config(backend.SPACE_SYMMETRIC, shape):
-            report = truth.measure(WITH_STATE).report()
-            failures += [f"{config.name} {line}" for line in report]
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -1,8 +1,9 @@
-"""The Omega rule on symmetric features: Triton's forward under the interpreter."""
+"""The Omega rule on symmetric features: Triton's kernels under the interpreter."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 
 from fastweights import ops, reference
-from fastweights.autotune import Config, use_config
+from fastweights.autotune import Config, Device, use_config
 from fastweights.autotune.compile import target_device
 from fastweights.autotune.space import assume_device
+from fastweights.ops.omega import symmetric_back
 from fastweights.ops.omega import triton as backend
 from helpers import inputs, oracle
 from helpers.omega import Case, shape_of
 
 pytestmark = [
     pytest.mark.skipif(
-        torch.cuda.is_available(), reason="compiled kernels run instead, see test_omega_gpu.py"
+        torch.cuda.is_available(),
+        reason="compiled kernels run instead, see test_omega_symmetric_gpu.py",
     ),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
 ]
@@ -42,11 +45,11 @@ OP = partial(ops.omega_memory, backend="triton", return_state=True)
 LITERAL = partial(reference.omega_memory, return_state=True)
 
 
-def check(case: Case, dtype: torch.dtype = FP32, **changes: Any) -> None:
+def check(case: Case, dtype: torch.dtype = FP32, *, grads: bool = False, **changes: Any) -> None:
     def arguments(seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         return case.arguments(seed, dtype, device) | changes
 
-    oracle.check_op(OP, LITERAL, arguments, dtype, CPU, seeds=(0,), grads=False, label=case.name)
+    oracle.check_op(OP, LITERAL, arguments, dtype, CPU, seeds=(0,), grads=grads, label=case.name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -65,10 +68,15 @@ def test_weights(coefficients: tuple[float, ...] | None) -> None:
     check(CASE.but(batch=1, carried=True), coefficients=a)
 
 
-@pytest.mark.parametrize("config", backend.SPACE_SYMMETRIC.configs, ids=lambda config: config.name)
+INTERPRETED = [config for config in backend.SPACE_SYMMETRIC.configs if not config.get("HOPPER")]
+
+
+@pytest.mark.parametrize("config", INTERPRETED, ids=lambda config: config.name)
 def test_every_config(config: Config) -> None:
+    """But those for Hopper, which the interpreter does not run."""
+    dtype = FP32 if config["READ_WARPS"] == 2 else torch.float16  # what it serves
     with use_config(backend.SPACE_SYMMETRIC, config):
-        check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11))
+        check(CASE.but(width=17, values=70, batch=1, heads=1, tokens=11), dtype)
 
 
 @pytest.mark.parametrize("case", [CASE.but(carried=True), CASE.but(packed=(0, 5, 19))])
@@ -96,6 +104,99 @@ def test_a_read_is_the_features_times_the_state(backend: str) -> None:
     torch.testing.assert_close(y, torch.einsum("bthd,bhdv->bthv", phi, left.state))
 
 
+# ---- backward -----------------------------------------------------------------------------------
+
+# Of two chunks each, so that there are several spans, and one more chunk.
+SMALL = CASE.but(batch=1, heads=1)
+
+
+@pytest.fixture
+def _short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric_back, "SPAN_CHUNKS", 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE.but(carried=True),
+        CASE.but(window=1, gates=False, decay=False),
+        CASE.but(packed=(0, 5, 5, 14), carried=True),
+        CASE.but(read_before=True, width=17, values=18, batch=1, carried=True),
+        CASE.but(inner_loss="dot", tokens=70, heads=1, batch=1, carried=True),
+        CASE.but(degree=1, carried=True),
+        SMALL.but(values=70, tokens=11),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.usefixtures("_short_spans")
+def test_backward(case: Case) -> None:
+    """The dot loss in chunks of 64, which is what it is walked in."""
+    check(case, grads=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_backward_in_spans_of_any_length(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric_back, "SPAN_CHUNKS", chunks)
+    check(SMALL, grads=True)
+
+
+@pytest.mark.usefixtures("_short_spans")
+def test_backward_in_fp16() -> None:
+    check(CASE.but(window=4, batch=1), torch.float16, grads=True)
+
+
+@pytest.mark.parametrize("coefficients", [None, (0.0, 0.7, 0.0), (0.0, 0.0, 0.4)])
+def test_backward_of_weights(coefficients: tuple[float, ...] | None) -> None:
+    """Of all heads at once; a degree without features has the gradient 0."""
+    a = None if coefficients is None else torch.tensor(coefficients)
+    check(SMALL.but(heads=2, tokens=11, carried=True), grads=True, coefficients=a)
+
+
+@pytest.mark.parametrize(
+    "config", backend.SPACE_SYMMETRIC_BWD.configs, ids=lambda config: config.name
+)
+def test_every_config_of_backward(config: Config) -> None:
+    dtype = FP32 if config["WARPS"] == 2 else torch.float16  # what it serves
+    with use_config(backend.SPACE_SYMMETRIC_BWD, config):
+        check(SMALL.but(values=40, tokens=11), dtype, grads=True)
+
+
+def test_who_has_the_walk_for_hopper() -> None:
+    """Aligned 16-bit calls in chunks of 64, of keys that are neither narrow nor wide."""
+    device = target_device("sm_90")
+    space = backend.SPACE_SYMMETRIC
+
+    def walked_in_spans(device: Device = device, **changes: Any) -> bool:
+        case = CASE.but(**{"width": 64, "values": 64, "chunk_size": 64, "tokens": 80} | changes)
+        shape = replace(shape_of(case.arguments(0, torch.bfloat16, CPU)), aligned=True)
+        return any(config.get("HOPPER") for config in space.fitting(space.bucket(shape), device))
+
+    for changes in (
+        {}, {"width": 40}, {"values": 200}, {"window": 17}, {"window": 1}, {"packed": (0, 3, 80)},
+        {"inner_loss": "dot", "chunk_size": 16},
+    ):  # fmt: skip
+        assert walked_in_spans(**changes), changes
+    for changes in (
+        {"width": 32},
+        {"width": 41},
+        {"window": 18},
+        {"chunk_size": 32},
+        {"degree": 1},
+    ):
+        assert not walked_in_spans(**changes), changes
+    assert not walked_in_spans(target_device("sm_80"))
+    assert not walked_in_spans(target_device("sm_100"))
+
+
+def test_a_decay_of_zero_has_a_gradient() -> None:
+    def arguments(seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        given = SMALL.but(carried=True).arguments(seed, dtype, device)
+        given["decay"][:, ::3] = 0.0
+        return given
+
+    oracle.check_op(OP, LITERAL, arguments, FP32, CPU, seeds=(0,))
+
+
 # ---- what it takes, and what not ----------------------------------------------------------------
 
 
@@ -119,11 +220,3 @@ def test_auto_waits_for_a_check_on_a_gpu() -> None:
     shape = shape_of(CASE.arguments(0, torch.bfloat16, CPU))
     assert "have not been checked on a GPU yet" in str(backend.yields(shape, "sm_90"))
     assert backend.yields(shape_of(Case().arguments(0, FP32, CPU)), "sm_90") is None
-
-
-def test_there_is_no_backward() -> None:
-    given = CASE.arguments(0, FP32, CPU)
-    given["q"].requires_grad_()
-    y, _ = OP(**given)
-    with pytest.raises(ValueError, match="has no backward on symmetric features"):
-        y.sum().backward()
