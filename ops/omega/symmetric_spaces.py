@@ -153,9 +153,8 @@ SPACE_SYMMETRIC: Space = Space(
     backend="triton",
     configs=(
         _hopper(4, 64),
-        _hopper(2, 64),
-        _hopper(2, 32),
-        _hopper(2, 64, 8),
+        _hopper(4, 64, 8),
+        _hopper(4, 32),
         _config(16, NARROW_WARPS, 16, NARROW_WARPS),
         _config(16, NARROW_WARPS, 32, NARROW_WARPS),
         _config(16, NARROW_WARPS, 64, 4),

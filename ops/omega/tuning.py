@@ -172,8 +172,9 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
+    ("walk_spans", 64): (120, 0),
     ("walk_symmetric", 64): (216, 464),
-    ("reads_symmetric", 64): (128, 168),
+    ("reads_symmetric", 64): (416, 448),
     ("walk_back_symmetric", 64): (184, 376),
     ("pairs_back", 64): (696, 624),
     ("features_back", 64): (1200, 1912),
@@ -235,10 +236,12 @@ def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Confi
     """Configs, and what each is compiled for."""
     if space in (SPACE_SYMMETRIC, SPACE_SYMMETRIC_BWD):
         shape = _compile_shape(feature_map="symmetric", wide=WIDTHS[0] * (WIDTHS[0] + 3) // 2)
-        default = space.default(space.bucket(shape), device)
-        yield default, shape
+        shapes = [shape]
         if not quick or space is SPACE_SYMMETRIC:  # which repacks a state for backward, too
-            yield default, replace(shape, packed=True, batch=3, aligned=False)
+            shapes.append(replace(shape, packed=True, batch=3, aligned=False))
+        if not quick:
+            shapes.append(replace(shape, packed=True, batch=3))
+        yield from ((space.default(space.bucket(x), device), x) for x in shapes)
         if not quick:
             yield from ((config, shape) for config in space.fitting(space.bucket(shape), device))
         return
