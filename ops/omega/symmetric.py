@@ -164,7 +164,9 @@ class SymmetricCall(Call):
         if keep != MARKS:
             slots = self.slots if keep == STATE else shape.batch * every
             looked = self.empty(slots, shape.heads, self.flags["CHUNK"], shape.values)
-            errors = self.empty(slots, shape.heads, self.keys, shape.values, dtype=shape.dtype)
+            # Backward has sums over them that nearly cancel.
+            kind = torch.float32 if keep == SPAN else shape.dtype
+            errors = self.empty(slots, shape.heads, self.keys, shape.values, dtype=kind)
         arguments: dict[str, Any] = {
             **laid,
             "cu": self.given.cu_seqlens,

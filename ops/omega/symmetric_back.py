@@ -177,6 +177,7 @@ class SymmetricBackward(SymmetricCall, Backward):
             "d_errors": d_errors,
         }
         constants = self.constants | values | {"DOT": shape.dot, "STEPS": self.steps}
+        constants["LOW"] = shape.dtype != torch.float32
         programs = shape.batch * shape.heads * self.blocks
         self._back("omega_walk_back_symmetric", programs, config, arguments, constants)
         return {"along": along, "d_errors": d_errors}

@@ -1,20 +1,21 @@
 """Triton backend.
 
-| kernels             | of                                                                  |
-|---------------------|---------------------------------------------------------------------|
-| `triton_fwd`        | forward: gates, the walk from chunk to chunk, reads                 |
-| `triton_bwd`        | backward: what reads pull at, the walk back, gradients              |
-| `hopper_fwd`        | the same for Hopper: walk and reads in one                          |
-| `hopper_groups`     | how groups of chunks change a memory, for few heads                 |
-| `triton_groups`     | memories between those groups                                       |
-| `hopper_split`      | the walk and reads of several short chunks at once                  |
-| `triton_solve`      | what those chunks owe each other                                    |
-| `hopper_bwd`        | both walks of its backward                                          |
-| `hopper_gradients`  | its gradients                                                       |
-| `triton_tables`     | weights of reads, for the kernels for Hopper                        |
-| `triton_symmetric`  | forward on symmetric features, which are never in memory            |
-| `triton_symmetric_back` | its backward                                                    |
-| `triton_gates_back` | gradients of gates, from those that these leave                     |
+| kernels                      | of                                                       |
+|------------------------------|----------------------------------------------------------|
+| `triton_fwd`                 | forward: gates, the walk from chunk to chunk, reads      |
+| `triton_bwd`                 | backward: what reads pull at, the walk back, gradients   |
+| `hopper_fwd`                 | the same for Hopper: walk and reads in one               |
+| `hopper_groups`              | how groups of chunks change a memory, for few heads      |
+| `triton_groups`              | memories between those groups                            |
+| `hopper_split`               | the walk and reads of several short chunks at once       |
+| `triton_solve`               | what those chunks owe each other                         |
+| `hopper_bwd`                 | both walks of its backward                               |
+| `hopper_gradients`           | its gradients                                            |
+| `triton_tables`              | weights of reads, for the kernels for Hopper             |
+| `triton_symmetric`           | forward on symmetric features, which are never in memory |
+| `triton_symmetric_back`      | walks of its backward, and what reads ask for            |
+| `triton_symmetric_gradients` | its gradients                                            |
+| `triton_gates_back`          | gradients of gates, from those that these leave          |
 
 Launchers are in `triton_forward`, `triton_backward`, `hopper_forward`, `hopper_backward`,
 `symmetric` and `symmetric_back`, config spaces in `triton_spaces` and `symmetric_spaces`; what

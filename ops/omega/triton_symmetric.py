@@ -330,7 +330,7 @@ def omega_walk_symmetric(
                  (N · every, H, …), fp32: the memory at the begin of each
 
     looked (slots, H, CHUNK, VALUES), fp32: φ(q) M of each token, M at its chunk's begin. errors
-    (slots, H, HALO + CHUNK, VALUES), k's dtype: R of a chunk's keys, of the older ones first. With
+    (slots, H, HALO + CHUNK, VALUES): R of a chunk's keys, of the older ones first. With
     SPAN they are of the chunks of `kept`, and so are the tokens. LOW: R and φ(q) M from M in two
     parts of k's dtype.
     """
@@ -438,13 +438,18 @@ def omega_walk_symmetric(
             to = (out * CHUNK + t)[:, None] * VALUES + e[None, :]
             tl.store(looked + to, Y, mask=(t >= 0)[:, None] & inside & more)
             to = (out * KEYS + HALO + t)[:, None] * VALUES + e[None, :]
-            tl.store(errors + to, R.to(dtype), mask=(t >= 0)[:, None] & inside & more)
+            tl.store(
+                errors + to, R.to(errors.dtype.element_ty), mask=(t >= 0)[:, None] & inside & more
+            )
         write = tl.load(writes + at * KEYS + HALO + t, mask=(t >= 0) & more, other=0.0)
         W = write[:, None] * R
         if HALO > 0:
             if READ:
                 to = (out * KEYS + i)[:, None] * VALUES + e[None, :]
-                tl.store(errors + to, R_older.to(dtype), mask=(i >= 0)[:, None] & inside & more)
+                tl.store(
+                    errors + to, R_older.to(errors.dtype.element_ty),
+                    mask=(i >= 0)[:, None] & inside & more,
+                )  # fmt: skip
             write = tl.load(writes + at * KEYS + i, mask=(i >= 0) & more, other=0.0)
             W_older = write[:, None] * R_older
         rate = tl.load(ends + at * 3, mask=more, other=1.0)

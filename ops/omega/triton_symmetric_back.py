@@ -188,8 +188,8 @@ def omega_pull_symmetric(
 def _whole_step_back(
     memory, kept, s, weight, rate, q_columns, k_rows, k_columns, place, later, more, ahead,
     W_q, W, W_older, found, found_older,
-    SQUARES: tl.constexpr, DOT: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr,
-    P: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    SQUARES: tl.constexpr, DOT: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
+    HALO: tl.constexpr, P: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A step whose features are one tile: what the chunk behind sends, then what keys find."""
     KEYS: tl.constexpr = HALO + CHUNK
@@ -207,12 +207,20 @@ def _whole_step_back(
     tile += weight[:, None] * sent
     tl.store(memory + cells, tile)
     tl.store(kept + cells, tile.to(dtype), mask=(cells >= 0) & more)
-    low = (weight[:, None] * tile).to(dtype)
+    tile *= weight[:, None]
+    low = tile.to(dtype)
+    lost = low
+    if LOW:
+        lost = (tile - low.to(tl.float32)).to(dtype)
     x = features_of(k_rows, place, more, SQUARES, HALO, KEYS, CHUNK, P)
     found = tl.dot(x, low, found, input_precision=PRECISION)
+    if LOW:
+        found = tl.dot(x, lost, found, input_precision=PRECISION)
     if HALO > 0:
         x = features_of(k_rows, place, more, SQUARES, 0, KEYS, HALO, P)
         found_older = tl.dot(x, low, found_older, input_precision=PRECISION)
+        if LOW:
+            found_older = tl.dot(x, lost, found_older, input_precision=PRECISION)
     return found, found_older
 
 
@@ -222,16 +230,16 @@ def omega_walk_back_symmetric(
     d_kept, along, d_errors,
     tokens: tl.int32, heads: tl.int32, sequences: tl.int32, chunk: tl.int32, chunks: tl.int32,
     window: tl.int32, stride_ah: tl.int64, stride_ar: tl.int64, every: tl.int32, span: tl.int32,
-    DOT: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, DEFAULTS: tl.constexpr,
-    CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    VALUES_P: tl.constexpr, P: tl.constexpr, V: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOT: tl.constexpr, LOW: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
+    DEFAULTS: tl.constexpr, CHUNK: tl.constexpr, HALO: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, VALUES_P: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+    STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """V columns of the gradient of the memory of one head of one sequence, through a span of it.
 
     d_packed (N, H, blocks of V columns, STEPS, P, V), fp32: dM behind the span, and when done in
     front of it. d_kept (N · every, H, …), k's dtype: dM at the end of each chunk. along, d_errors
-    (N · every, H, HALO + CHUNK, VALUES), fp32: L and dR.
+    (N · every, H, HALO + CHUNK, VALUES), fp32: L and dR. LOW: L from dM in two parts of k's dtype.
     """
     H: tl.constexpr = P // 2
     KEYS: tl.constexpr = HALO + CHUNK
@@ -290,25 +298,32 @@ def omega_walk_back_symmetric(
                 tile *= weight[:, None]
                 from_s = tl.where(keep, tile, 0.0).to(dtype)
                 before_s = tl.where(keep, 0.0, tile).to(dtype)
+                lost_from_s = from_s
+                lost_before_s = before_s
+                if LOW:
+                    tile -= from_s.to(tl.float32) + before_s.to(tl.float32)
+                    lost_from_s = tl.where(keep, tile, 0.0).to(dtype)
+                    lost_before_s = tl.where(keep, 0.0, tile).to(dtype)
                 found += looked_at(
-                    k_rows, k_columns, place, s, more, from_s, before_s, from_s, before_s,
-                    False, HALO, KEYS, CHUNK, P, PRECISION,
+                    k_rows, k_columns, place, s, more, from_s, before_s, lost_from_s,
+                    lost_before_s, LOW, HALO, KEYS, CHUNK, P, PRECISION,
                 )  # fmt: skip
                 if HALO > 0:
                     found_older += looked_at(
-                        k_rows, k_columns, place, s, more, from_s, before_s, from_s, before_s,
-                        False, 0, KEYS, HALO, P, PRECISION,
+                        k_rows, k_columns, place, s, more, from_s, before_s, lost_from_s,
+                        lost_before_s, LOW, 0, KEYS, HALO, P, PRECISION,
                     )  # fmt: skip
             weight = step_weight(a, H, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
             found, found_older = _whole_step_back(
                 memory, to, H, weight, rate, q_columns, k_rows, k_columns, place, later, more,
-                ahead, W_q, W, W_older, found, found_older, True, DOT, CHUNK, HALO, P, V,
+                ahead, W_q, W, W_older, found, found_older, True, DOT, LOW, CHUNK, HALO, P, V,
                 PRECISION,
             )  # fmt: skip
         weight = step_weight(a, H + 1, c, head, stride_ah, stride_ar, PAIRS, H, WIDTH, DEFAULTS)
         found, found_older = _whole_step_back(
             memory, to, STEPS - 1, weight, rate, q_columns, k_rows, k_columns, place, later, more,
-            ahead, W_q, W, W_older, found, found_older, False, DOT, CHUNK, HALO, P, V, PRECISION,
+            ahead, W_q, W, W_older, found, found_older, False, DOT, LOW, CHUNK, HALO, P, V,
+            PRECISION,
         )  # fmt: skip
         there = tl.where(more, tl.minimum(chunk, end - (begin + number * chunk)), 0)
         some = tl.where(more, CHUNK, 0)

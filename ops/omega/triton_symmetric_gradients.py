@@ -44,7 +44,7 @@ def _between(
     for v0 in tl.static_range(0, VALUES, V):
         dy = wide_rows(y_rows, to, v0, size, 0, CHUNK, CHUNK, VALUES_P, V, False)
         R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, True)
-        upstream = tl.dot(dy, R, upstream, input_precision=PRECISION)
+        upstream = tl.dot(dy, R.to(dtype), upstream, input_precision=PRECISION)
     qt = token_rows(q_rows, to, True, False, 0, CHUNK, CHUNK, P)
     kt = token_columns(k_columns, to, True, False, FROM, KEYS, ROWS, P)
     x = tl.dot(qt, kt, input_precision=PRECISION)
@@ -61,7 +61,7 @@ def _between(
     for v0 in tl.static_range(0, VALUES, V):
         dy = wide_rows(y_rows, to, v0, size, 0, CHUNK, CHUNK, VALUES_P, V, True)
         R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
-        upstream = tl.dot(R, dy, upstream, input_precision=PRECISION)
+        upstream = tl.dot(R.to(dtype), dy, upstream, input_precision=PRECISION)
     qt = token_columns(q_columns, to, True, False, 0, CHUNK, CHUNK, P)
     x = tl.dot(kt, qt, input_precision=PRECISION)
     upstream *= -table_part(table, scales, at, size, CHUNK, ROWS, True)
@@ -83,7 +83,7 @@ def _of_errors(
     i = tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
     for v0 in tl.static_range(0, VALUES, V):
-        R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False).to(tl.float32)
+        R = wide_rows(errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
         L = wide_rows(along, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
         dR = wide_rows(d_errors, to, v0, ROWS, FROM, KEYS, ROWS, VALUES, V, False)
         total += tl.sum(R * L, 1)
