@@ -14,7 +14,12 @@ from ..gated_delta.op import DeltaShape
 from .op import StepTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, refusal
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
+__all__ = [
+    "SPACE_BWD",
+    "SPACE_FWD",
+    "fwd",
+    "supports",
+]
 
 SPACE_BWD = None
 
@@ -28,11 +33,6 @@ def supports(shape: DeltaShape, arch: str) -> str | None:
     if arch != "cpu" and Device.of(shape.device).capability < 80:
         return f"{arch} is older than sm_80"
     return refusal(shape)
-
-
-def yields(shape: DeltaShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
 
 
 def fwd(shape: DeltaShape, given: StepTensors) -> torch.Tensor:

@@ -129,13 +129,12 @@ def advance(
                 scaled(x0, keys_t, turned_t, 2 * buffer, s), wrote_t.index(0), nothing,
                 use_acc=False, is_async=True,
             )  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=[acc])
             acc = warpgroup_mma(
                 scaled(x1, keys_t, turned_t, 2 * buffer + 1, s), wrote_t.index(1), acc,
                 is_async=True,
             )  # fmt: skip
             if HALO:
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                acc = warpgroup_mma_wait(1, deps=[acc])
                 acc = warpgroup_mma(
                     scaled(x2, older_t, older_turned_t, buffer, s), older_wrote, acc, is_async=True
                 )

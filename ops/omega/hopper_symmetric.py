@@ -154,6 +154,17 @@ def keep_errors(
 
 
 @gluon.jit
+def keep_looked(looked, found, there, place, c, heads, VALUES: gl.constexpr):
+    """Store what chunk c's queries look for."""
+    number, sequence, batch, head, v0, begin, end, count, slot0 = place
+    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, product(COLUMNS)))
+    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, product(COLUMNS)))
+    to = ((slot0 + c).to(gl.int64) * heads + head) * CHUNK + t
+    mask = there[:, None] & (e < VALUES)[None, :]
+    gl.store(looked + to[:, None] * VALUES + e[None, :], found, mask=mask)
+
+
+@gluon.jit
 def written_by_none(
     WHO: gl.constexpr, tiles, older_errors, errors, writes, ends, place, heads,
     TAIL: gl.constexpr, VALUES: gl.constexpr, HALO: gl.constexpr,
@@ -241,8 +252,6 @@ def look(
     number, sequence, batch, head, v0, begin, end, count, slot0 = place
     dtype: gl.constexpr = low_t.dtype
     OUT: gl.constexpr = product(COLUMNS)
-    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))
-    e = v0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, features(COLUMNS)))
     nothing = gl.zeros([CHUNK, COLUMNS], gl.float32, OUT)
     inputs = (k_t[WHO], v_t, k_older_t)
@@ -324,6 +333,8 @@ def look(
         mbarrier.arrive(taken.index(squares), count=1)
         mbarrier.arrive(taken.index(numbers), count=1)
 
+        if WHO == 0:
+            keep_looked(looked, of_q, there, place, c, heads, VALUES)
         # The chunks' errors, one after the other.
         values = v_t.index(buffer).reshape([CHUNK, COLUMNS])
         if WHO == 1:
@@ -381,9 +392,8 @@ def look(
             mbarrier.arrive(second_done, count=1)
         if HALO:
             keep_errors(errors, R, there_again, place, c + 1, heads, VALUES, HALO, True)
-        to = ((slot0 + c).to(gl.int64) * heads + head) * CHUNK + t
-        mask = there[:, None] & (e < VALUES)[None, :]
-        gl.store(looked + to[:, None] * VALUES + e[None, :], of_q, mask=mask)
+        if WHO == 1:
+            keep_looked(looked, of_q, there, place, c, heads, VALUES)
 
 
 @gluon.jit(do_not_specialize=WALK_RUNTIME)

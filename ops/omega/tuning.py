@@ -158,6 +158,9 @@ _SPLIT: tuple[dict[str, Any], ...] = (
 # Any other is compiled for the first of these widths that it serves, or for few heads.
 # Narrow ones have configs of their own.
 WIDTHS = (64, 16, 32, 128)
+# Seen to run their wgmma one by one: where it spills; and where half the registers, and hardly a
+# value in memory, are faster than products that overlap.
+SERIAL = ("omega_gradients", "omega_walk_spans")
 # Bytes of stack that a kernel may use on targets with wgmma and on others: values around its loops,
 # and tables of two tokens beside each other. By the padded width, or what weighs more than that;
 # all others must not spill.
@@ -172,7 +175,7 @@ MAX_STACK: dict[tuple[str, int | str], tuple[int, int]] = {
     ("solve", 64): (200, 0),
     ("solve", 128): (480, 0),
     ("solve", "eight chunks"): (1088, 0),
-    ("walk_spans", 64): (120, 0),
+    ("walk_spans", 64): (88, 0),
     ("walk_symmetric", 64): (216, 464),
     ("reads_symmetric", 64): (416, 448),
     ("walk_back_symmetric", 64): (336, 528),
@@ -318,7 +321,7 @@ def _recorded(space: Space, config: Config, shape: OmegaShape, wgmma: bool) -> l
         CompileCase(
             OP, space.pass_, config, source,
             matrix=_matrix(source), max_stack=_max_stack(source, shape, wgmma),
-            serial=source.name == "omega_gradients",  # seen where it spills
+            serial=source.name in SERIAL,
         )
         for source in sources
         if isinstance(source, KernelSource)

@@ -9,7 +9,12 @@ from .. import triton_runtime as runtime
 from .op import WriteShape, WriteTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, WIDEST, bucket
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
+__all__ = [
+    "SPACE_BWD",
+    "SPACE_FWD",
+    "fwd",
+    "supports",
+]
 
 SPACE_BWD = None
 AXES = {"k": "nhd", "v": "nhd", "kc": "pthd", "vc": "pthd"}
@@ -26,11 +31,6 @@ def supports(shape: WriteShape, arch: str) -> str | None:
     if not SPACE_FWD.fitting(bucket(shape), Device.of(shape.device)):
         return f"no config is for heads of {shape.head_dim}"
     return None
-
-
-def yields(shape: WriteShape, arch: str) -> str | None:
-    """None, or why "auto" goes past this kernel though it can run the call."""
-    return None if arch == "cpu" else "its kernel has not been checked on a GPU yet"
 
 
 def fwd(shape: WriteShape, given: WriteTensors) -> None:

@@ -22,7 +22,13 @@ from .triton_spaces import (
     refusal,
 )
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports", "yields"]
+__all__ = [
+    "SPACE_BWD",
+    "SPACE_FWD",
+    "bwd",
+    "fwd",
+    "supports",
+]
 
 # A line of memory, and so many of them that adding up takes few turns.
 SUMMED_CHANNELS, SUMMED_PIECES = 32, 128
@@ -43,11 +49,6 @@ def unsupported(shape: Any, arch: str) -> str | None:
     if arch != "cpu" and Device.of(shape.device).capability < 80:
         return f"{arch} is older than sm_80"
     return None
-
-
-def yields(shape: ConvShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
 
 
 def fwd(shape: ConvShape, given: ConvTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,12 @@ from ..short_conv.triton import unsupported, vector
 from .op import StepTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, refusal
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
+__all__ = [
+    "SPACE_BWD",
+    "SPACE_FWD",
+    "fwd",
+    "supports",
+]
 
 SPACE_BWD = None
 
@@ -23,11 +28,6 @@ SPACE_BWD = None
 def supports(shape: ConvShape, arch: str) -> str | None:
     """None, or why Triton cannot run this call."""
     return unsupported(shape, arch) or refusal(shape)
-
-
-def yields(shape: ConvShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
 
 
 def fwd(shape: ConvShape, given: StepTensors) -> torch.Tensor:

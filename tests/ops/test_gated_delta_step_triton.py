@@ -234,9 +234,6 @@ def test_refusals_reach_the_caller() -> None:
 def test_explain_and_auto() -> None:
     said = ops.explain(ops.gated_delta_step_, **operands(), backend="triton")
     assert (said.backend, set(said.configs)) == ("triton", {"fwd"})
-    shape = tuning._compile_shape(64, 64)
-    assert backend.yields(shape, "cpu") is None
-    assert "not been checked" in str(backend.yields(shape, "sm_90"))
 
 
 def test_columns_by_the_number_of_heads() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastweights import ops, reference
-from fastweights.autotune import Config, Device, Space
+from fastweights.autotune import Config, Device, Space, use_config
 from fastweights.ops import alloc
 from fastweights.ops.omega import triton as backend
 from helpers import contracts, inputs, oracle
@@ -121,9 +121,22 @@ def test_long_calls(device: torch.device) -> None:
             assert distance < 2e-2, f"{name}: {float(distance):.1e} apart"
 
 
-def test_pieces_are_the_whole(device: torch.device) -> None:
-    """Cut at a chunk's end, a call hands its fp32 state and its tail to the next: equal bits."""
-    given = CASE.but(tokens=300).arguments(0, BF16, device)
+@pytest.mark.parametrize("hopper", [False, True])
+def test_pieces_are_the_whole(hopper: bool, device: torch.device) -> None:
+    """Cut at a chunk's end, a call hands its fp32 state and its tail to the next: equal bits. Spans
+    of two chunks begin elsewhere in a piece, so those of Hopper are as near as bf16 is.
+    """
+    case = CASE.but(tokens=300)
+    given = case.arguments(0, BF16, device)
+    configs = [c for c in fitting(SPACES["fwd"], case, BF16, device) if c.get("HOPPER") == hopper]
+    if not configs:
+        pytest.skip(f"no config with HOPPER = {hopper} fits here")
+    with use_config(SPACES["fwd"], configs[0]):
+        pieces(given, equal=not hopper)
+
+
+def pieces(given: dict[str, Any], equal: bool) -> None:
+    """Of 64, 192 and 44 tokens."""
     whole, at_end = WITH_STATE(**given)
     carried: dict[str, Any] = {}
     fixed = {"coefficients": given.pop("coefficients")}
@@ -132,10 +145,14 @@ def test_pieces_are_the_whole(device: torch.device) -> None:
             name: x[:, begin:end] if isinstance(x, torch.Tensor) else x for name, x in given.items()
         }
         y, left = WITH_STATE(**piece, **fixed, **carried)
-        assert torch.equal(y, whole[:, begin:end]), begin
+        wanted = whole[:, begin:end]
+        distance = (y.double() - wanted.double()).norm() / wanted.double().norm()
+        assert torch.equal(y, wanted) if equal else distance < 2**-7, (begin, float(distance))
         carried = {"initial_state": left.state}
         carried |= {name: getattr(left, name) for name in ("tail_k", "tail_v", "tail_length")}
-    oracle.assert_bit_equal(oracle.named(left), oracle.named(at_end))
+    if equal:
+        oracle.assert_bit_equal(oracle.named(left), oracle.named(at_end))
+    assert (left.state - at_end.state).norm() / at_end.state.norm() < 2**-7
 
 
 # ---- as torch sees it ---------------------------------------------------------------------------

@@ -311,12 +311,6 @@ def test_explain_names_the_configs() -> None:
     assert set(said.configs) == {"fwd", "bwd"}
 
 
-def test_auto_goes_past_kernels_that_no_gpu_has_checked() -> None:
-    shape = tuning._compile_shape()
-    assert backend.yields(shape, "cpu") is None
-    assert "not been checked" in str(backend.yields(shape, "sm_90"))
-
-
 def test_defaults() -> None:
     """16 bytes a thread forward, four numbers backward; a call of few tokens gets short runs."""
     device = replace(target_device("sm_90"), multiprocessors=132)
