@@ -14,12 +14,7 @@ from ..gated_delta.op import DeltaShape
 from .op import StepTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, refusal
 
-__all__ = [
-    "SPACE_BWD",
-    "SPACE_FWD",
-    "fwd",
-    "supports",
-]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
 
 SPACE_BWD = None
 

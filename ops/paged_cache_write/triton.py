@@ -9,12 +9,7 @@ from .. import triton_runtime as runtime
 from .op import WriteShape, WriteTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, WIDEST, bucket
 
-__all__ = [
-    "SPACE_BWD",
-    "SPACE_FWD",
-    "fwd",
-    "supports",
-]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
 
 SPACE_BWD = None
 AXES = {"k": "nhd", "v": "nhd", "kc": "pthd", "vc": "pthd"}

@@ -22,13 +22,7 @@ from .triton_spaces import (
     refusal,
 )
 
-__all__ = [
-    "SPACE_BWD",
-    "SPACE_FWD",
-    "bwd",
-    "fwd",
-    "supports",
-]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "supports"]
 
 # A line of memory, and so many of them that adding up takes few turns.
 SUMMED_CHANNELS, SUMMED_PIECES = 32, 128

@@ -15,12 +15,7 @@ from ..short_conv.triton import unsupported, vector
 from .op import StepTensors
 from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, refusal
 
-__all__ = [
-    "SPACE_BWD",
-    "SPACE_FWD",
-    "fwd",
-    "supports",
-]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
 
 SPACE_BWD = None
 
