@@ -30,6 +30,7 @@ from .triton_spaces import OP
 LOOK_REGISTERS, ADVANCE_REGISTERS = 152, 104
 MOVE_CONFIG = Config.make(4, 1, "fma")  # of kernels that only move numbers
 STATE, MARKS, SPAN = 0, 1, 2  # what a walk keeps
+Left = tuple[torch.Tensor | None, torch.Tensor | None]  # what queries find, and errors
 # Constants that kernels on laid-out tokens share.
 LAID_OUT = ("PACKED", "CHUNK", "HALO", "PRECISION")
 
@@ -155,7 +156,7 @@ class SymmetricCall(Call):
         self, laid: dict[str, Any], keep: int, packed: torch.Tensor, *,
         marks: torch.Tensor | None = None, kept: torch.Tensor | None = None, every: int = 1,
         span: int = 0, low: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    ) -> Left:  # fmt: skip
         """φ(q) M of every token, M at its chunk's begin, and R of every chunk's keys; None of
         MARKS.
         """
@@ -215,24 +216,26 @@ class SymmetricForward(SymmetricCall):
         self.gates()
         packed = self.pack(self.starts()["initial_state"])
         if self.config.get("HOPPER"):
-            looked, errors = self._walk_spans(packed)
+            left = self._walk_spans(packed)
         else:
-            looked, errors = self.walk(self.lay_out_tokens(), STATE, packed)
-        return self._reads(looked, errors), self.unpack(packed), None
+            left = self.walk(self.lay_out_tokens(), STATE, packed)
+        return self._reads(*left), self.unpack(packed), None
 
-    def _walk_spans(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _walk_spans(self, packed: torch.Tensor) -> Left:
         """What `walk` finds, two chunks at a time."""
         shape = self.shape
         looked = self.empty(self.slots, shape.heads, self.flags["CHUNK"], shape.values)
         errors = self.empty(self.slots, shape.heads, self.keys, shape.values, dtype=shape.dtype)
-        tail = self.older["tail_k"] if self.flags["TAIL"] else None
+        tail, tail_v = self.older["tail_k"], self.older["tail_v"]
+        if not self.flags["TAIL"]:
+            tail = tail_v = None
         arguments: dict[str, Any] = {
             **{name: self._halves(x, CHUNK) for name, x in (("q", self.q), ("k", self.k))},
             "v": self._halves(self.v, CHUNK),
             "k_older": self._halves(self.k, OLDER) if self.halo else None,
             "tail_k": None if tail is None else self._halves(tail, OLDER),
             "tail_length": self.older["tail_length"],
-            "older_errors": None if tail is None else self._errors_of_tail(tail),
+            "older_errors": self._errors_of_tail(tail, tail_v),
             "cu": self.given.cu_seqlens,
             "writes": self.edges["writes"],
             "ends": self.edges["ends"],
@@ -260,13 +263,16 @@ class SymmetricForward(SymmetricCall):
         x = x if self.aligned(x) else x.clone(memory_format=torch.contiguous_format)
         return runtime.head_tiles(x, rows, COLUMNS, gluon=True)
 
-    def _errors_of_tail(self, tail_k: torch.Tensor) -> torch.Tensor:
+    def _errors_of_tail(
+        self, tail_k: torch.Tensor | None, tail_v: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """R of the tail's keys before the first token (N, H, HALO, VALUES): 0 of those not there.
 
         They are few, and so plain torch is what finds them.
         """
         shape, older = self.shape, self.shape.window - 1
-        tail_v = self.older["tail_v"]
+        if tail_k is None or tail_v is None:
+            return None
         errors = -tail_v.transpose(1, 2).float()  # (N, H, older, VALUES)
         initial = self.starts()["initial_state"]
         if initial is not None and not shape.dot:
@@ -278,7 +284,7 @@ class SymmetricForward(SymmetricCall):
             errors = torch.where(there[:, None, :, None], errors, 0.0)
         return torch.nn.functional.pad(errors, (0, 0, self.halo - older, 0)).contiguous()
 
-    def _reads(self, looked: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    def _reads(self, looked: torch.Tensor | None, errors: torch.Tensor | None) -> torch.Tensor:
         """y; the padding behind packed sequences is 0."""
         shape, config = self.shape, self.config
         y = empty(self.given.v.shape, dtype=shape.dtype, device=self.device)
