@@ -10,6 +10,7 @@ from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
 from .delta_rewrite import DELTA_REWRITE
 from .family import Family
+from .gated_delta import GATED_DELTA
 from .gated_delta_step import GATED_DELTA_STEP
 from .newton_schulz import NEWTON_SCHULZ
 from .omega import OMEGA
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family[Any, Any]] = {
         OMEGA_STEP,
         POLYNOMIAL,
         POLAR_DECODE,
+        GATED_DELTA,
         GATED_DELTA_STEP,
         SHORT_CONV,
         DELTA_REWRITE,

@@ -19,6 +19,7 @@ from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
 from fastweights.ops import dispatch
 from fastweights.ops.delta_rewrite import tuning as delta_rewrite
+from fastweights.ops.gated_delta import tuning as gated_delta
 from fastweights.ops.gated_delta_step import tuning as gated_delta_step
 from fastweights.ops.newton_schulz import tuning as newton_schulz
 from fastweights.ops.omega import tuning as omega
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TUNINGS = {
     "delta_rewrite": delta_rewrite,
+    "gated_delta": gated_delta,
     "gated_delta_step": gated_delta_step,
     "newton_schulz": newton_schulz,
     "omega": omega,
@@ -178,6 +180,10 @@ def decoded(keys: int, page_size: int, **changes: Any) -> Any:
     )
 
 
+def delta_rule(tokens: int, width: int) -> Any:
+    return gated_delta.Problem("tiny", 1, tokens, 2, width, width, 2, dtypes=("fp32",))
+
+
 def delta(rows: int, width: int) -> Any:
     return gated_delta_step.Problem("tiny", rows, 2, width, width, 2, dtypes=("fp32",), few=True)
 
@@ -195,6 +201,7 @@ def rewrite(batch: int, tokens: int, width: int) -> Any:
 
 
 TINY = {
+    "gated delta": Tiny(delta_rule(20, 16), delta_rule(17, 16), delta_rule(9, 13)),
     "gated delta step": Tiny(delta(3, 16), delta(5, 16), delta(4, 13)),
     "short_conv": Tiny(conv(20, 16), conv(17, 16), conv(9, 13, taps=4, silu=True, bias=True)),
     "short_conv step": Tiny(
@@ -234,6 +241,8 @@ def test_a_sweep_runs_the_ops_own_kernels(
         forward_only = any(word in name for word in ("step", "write", "decode"))
         passes = {"fwd"} if forward_only else {"fwd", "bwd"}
         passes = {"fwd", "fwd_read"} if name == "delta_rewrite" else passes
+        if name == "gated delta":  # a space for each kernel
+            passes = {space.pass_ for space in gated_delta.SPACES}
         assert {case.space.pass_ for case in found} == passes
         how = sweep.Options(CPU, out, tmp_path / "log", effort="quick")
         outcome = sweep.sweep(found, how)
@@ -286,6 +295,10 @@ def test_sizes_make_problems() -> None:
     made = paged_cache_write.problem(N=9, D=32, H=2, page=16)
     assert made.name == "N9-H2-D32-page16"
     assert made.inputs(torch.float32, CPU, 0)["v_cache"].shape == (2, 16, 2, 32)
+    made = gated_delta.problem(T=9, D=32, Dv=16, H=4, groups=2)
+    assert made.name == "B1-T9-H4-D32-V16-groups2"
+    given = made.inputs(torch.float32, CPU, 0)
+    assert [given[name].shape[2:] for name in "qkv"] == [(2, 32), (2, 32), (4, 16)]
     made = gated_delta_step.problem(N=3, D=32, Dv=16, H=4, groups=2)
     assert made.name == "N3-H4-D32-V16-groups2"
     given = made.inputs(torch.float32, CPU, 0)

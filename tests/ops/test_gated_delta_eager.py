@@ -290,7 +290,7 @@ REFUSED = [
     ({"initial_state": lambda x: x[:1]}, ValueError, "initial_state has size 1 in dimension 0"),
     ({"initial_state": lambda x: x.half()}, TypeError, "initial_state has dtype float16"),
     ({"cu_seqlens": lambda x: torch.tensor([0, 9])}, TypeError, "cu_seqlens has dtype int64"),
-    ({"backend": lambda x: "triton"}, ValueError, "backend='triton' cannot run this call"),
+    ({"backend": lambda x: "cuda"}, ValueError, "backend='cuda' cannot run this call"),
 ]  # fmt: skip
 
 
