@@ -245,8 +245,10 @@ def _compiled(space: Space, device: Device, quick: bool) -> Iterator[tuple[Confi
         if not quick:
             shapes.append(replace(shape, packed=True, batch=3))
         yield from ((space.default(space.bucket(x), device), x) for x in shapes)
-        if not quick:
-            yield from ((config, shape) for config in space.fitting(space.bucket(shape), device))
+        fitting = space.fitting(space.bucket(shape), device)
+        if quick:  # one without the walk for Hopper, and with it what backward lays out, too
+            fitting = [config for config in fitting if not config.get("HOPPER")][:1]
+        yield from ((config, shape) for config in fitting)
         return
     served: set[Config] = set()
     variants = [
