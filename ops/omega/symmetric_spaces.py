@@ -1,9 +1,11 @@
 """Config spaces on symmetric features: columns of the memory, and of the reads.
 
-V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads,
-or of what they ask in backward, WARPS of its gradients. The
-walk has two warps, which multiply without wgmma: with it Triton 3.6 compiled the walk to one that
-was wrong on Hopper. Reads have them in fp32 and where tiles are narrow, for the reason that
+V and `num_warps` are those of the walk along the sequence, READ_V and READ_WARPS of the reads or,
+in backward, of what they ask; WARPS are those of its gradients. The walk for Hopper (HOPPER) has
+tiles of one size, and SLOTS for tiles on their way to who looks.
+
+The walk of all devices has two warps, which multiply without wgmma: with it Triton 3.6 made one
+that was wrong on Hopper. Reads have them in fp32 and where tiles are narrow, for the reason that
 `triton_spaces` gives.
 """
 
