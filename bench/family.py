@@ -55,6 +55,16 @@ class Work:
         )
 
 
+def copy(case: Case, result: Tensor) -> Work:
+    """A floor: `y.copy_(x)` of half as many bytes as the forward moves, each read and written.
+
+    `result` stands where a call has its result, on the device of all.
+    """
+    x = torch.randn(case.bytes("fwd") // 8, device=result.device)
+    y = torch.empty_like(x)
+    return Work(lambda: (y.copy_(x),), {}, (result,))
+
+
 @dataclass(frozen=True)
 class Contender:
     """One row of a table: a name, the sizes it is counted at, and how to build it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import flops
-from ..family import Contender, Work
+from ..family import Contender, Work, copy
 from .cases import FUNCTIONAL, ORDER, RewriteCase
 from .ours import Inputs
 
@@ -72,14 +72,7 @@ def contenders(case: RewriteCase, names: tuple[str, ...]) -> list[Contender]:
 
 
 def _copy(case: RewriteCase, inputs: Inputs) -> Work:
-    k = inputs.given["k"]
-    x = torch.randn(case.bytes("fwd") // 8, device=k.device)
-    y = torch.empty_like(x)
-
-    def forward() -> tuple[Tensor, ...]:
-        return (y.copy_(x),)
-
-    return Work(forward, {}, (k,))
+    return copy(case, inputs.given["k"])
 
 
 def _matmul(case: MatmulCase, inputs: Inputs) -> Work:

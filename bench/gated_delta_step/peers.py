@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..family import Contender, Work
+from ..family import Contender, Work, copy
 from .cases import DeltaStepCase
 from .ours import Inputs, in_place, ours
 
@@ -48,14 +48,7 @@ def contenders(case: DeltaStepCase, names: tuple[str, ...]) -> list[Contender]:
 
 
 def _copy(case: DeltaStepCase, inputs: Inputs) -> Work:
-    q = inputs.given["q"]
-    x = torch.randn(case.bytes("fwd") // 8, device=q.device)
-    y = torch.empty_like(x)
-
-    def forward() -> tuple[Tensor, ...]:
-        return (y.copy_(x),)
-
-    return Work(forward, {}, (q,))
+    return copy(case, inputs.given["q"])
 
 
 def _gathered(case: DeltaStepCase, inputs: Inputs) -> Work:

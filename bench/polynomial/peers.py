@@ -14,7 +14,7 @@ from .cases import READ, PolynomialCase
 from .ours import Inputs
 
 NAMES = {
-    "copy": "`y.copy_(x)` of as many bytes as the features have",
+    "copy": "`y.copy_(x)` twice of half as many bytes as the features have",
     "expanded": "`polynomial_features`, then `torch.bmm`",
 }
 
@@ -29,19 +29,25 @@ def contenders(case: PolynomialCase, names: tuple[str, ...]) -> list[Contender]:
 
 
 def _copy(case: PolynomialCase, inputs: Inputs) -> Work:
-    x = torch.randn_like(inputs.d_out)
+    # By halves: copied as one, 2.2 GB were seen at two thirds of the rate of 2 GiB.
+    x = torch.randn(inputs.d_out.numel() // 2, device=inputs.d_out.device).to(inputs.d_out.dtype)
     y = torch.empty_like(x)
 
     def forward() -> tuple[Tensor, ...]:
+        y.copy_(x)
         return (y.copy_(x),)
 
     return Work(forward, {}, (inputs.d_out,))
 
 
 def expanded(case: PolynomialCase, leaves: dict[str, Tensor], backend: str) -> Tensor:
-    """A read or an update by the features in memory; products run in the dtype of x."""
-    phi = polynomial_features(leaves["x"], backend=backend)
-    phi = phi.transpose(1, 2).flatten(0, 1)  # (B · H, T, D)
+    """A read or an update by the features in memory; products run in the dtype of x.
+
+    Vectors are laid out by heads before they are expanded, so that features lie as products take
+    them: a copy of those would take as long as all else.
+    """
+    x = leaves["x"].transpose(1, 2).contiguous()
+    phi = polynomial_features(x, backend=backend).flatten(0, 1)  # (B · H, T, D)
     heads = (case.batch, case.heads)
     if case.function == READ:
         out = torch.bmm(phi, leaves["state"].to(phi.dtype).flatten(0, 1))

@@ -186,7 +186,7 @@ def rewrite(
         p = n * K + tl.arange(0, K)
         mask = (p < WIDE)[:, None] & known[None, :]
         part = tl.load(_tile(here, p, e, stride_ap, ALIGNED), mask=mask & held, other=0.0)
-        a = a + (part,)  # noqa: RUF005 -- Triton has no other way to grow a tuple
+        a += (part,)
 
     of_head = row * heads + head
     keys = features + of_head * tokens * WIDE

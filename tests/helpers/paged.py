@@ -140,8 +140,8 @@ def sequence(given: dict[str, Any], b: int) -> tuple[torch.Tensor, torch.Tensor]
     """Keys and values of a sequence as (1, n, Hk, D)."""
     n, size = int(given["context_lens"][b]), given["k_cache"].shape[1]
     at = torch.arange(n, device=given["q"].device)
-    page = given["block_tables"][b].long()[at // size]
-    return tuple(given[name][page, at % size][None] for name in ("k_cache", "v_cache"))  # type: ignore[return-value]
+    places = given["block_tables"][b].long()[at // size], at % size
+    return given["k_cache"][places][None], given["v_cache"][places][None]
 
 
 def last_row(given: dict[str, Any], b: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
