@@ -155,7 +155,7 @@ def test_equal_keys_in_fp32(device: torch.device) -> None:
     wanted = results(EAGER, exact(given))
     found = gaps(results(RULE, given), wanted)
     if GRADS:
-        # Terms a thousand times as large cancel in that of the decays, in plain torch alike.
+        # That of the decays is small beside its terms: as near as plain torch in the same type.
         plain = gaps(results(EAGER, given), wanted)
         assert found.pop("d log_decay") < 1.5 * plain["d log_decay"], (found, plain)
     assert max(found.values()) < 1e-5, found

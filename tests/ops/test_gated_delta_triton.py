@@ -123,7 +123,7 @@ def test_equal_keys() -> None:
     got, wanted = both(given)
     found = gaps(got, wanted)
     if GRADS:
-        # Terms a thousand times as large cancel in that of the decays, in plain torch alike.
+        # That of the decays is small beside its terms: as near as plain torch in the same type.
         plain = gaps(contracts.forward_backward(EAGER, given), wanted)
         assert found.pop("d log_decay") < 1.5 * plain["d log_decay"], (found, plain)
     assert max(found.values()) < 1e-5, found
