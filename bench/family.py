@@ -55,12 +55,18 @@ class Work:
         )
 
 
+# Numbers of fp32 in 4 KiB.
+PAGE = 1024
+
+
 def copy(case: Case, result: Tensor) -> Work:
     """A floor: `y.copy_(x)` of half as many bytes as the forward moves, each read and written.
 
-    `result` stands where a call has its result, on the device of all.
+    In whole pages: the copy of a driver takes half as long again over others. `result` stands where
+    a call has its result, on the device of all.
     """
-    x = torch.randn(case.bytes("fwd") // 8, device=result.device)
+    numbers = PAGE * -(-case.bytes("fwd") // (8 * PAGE))
+    x = torch.randn(numbers, device=result.device)
     y = torch.empty_like(x)
     return Work(lambda: (y.copy_(x),), {}, (result,))
 
