@@ -17,9 +17,8 @@ READ = f"{PACKAGE}.triton_read"
 MOST_WIDTH, MOST_ORDER, MOST_TOKENS = 128, 4, 128
 LONG = 256  # queries
 WGMMA, HOPPER = 64, 90  # rows of a product, and the capability
-MOST_HELD = (
-    64  # numbers of N, or of a tile of A', that a thread holds; of fp32, made of parts, half
-)
+# Numbers of N, or of a tile of A', in a thread; of fp32, which is multiplied in parts, of F, too.
+MOST_HELD, MOST_WIDE = 64, 16
 
 
 class Bucket(NamedTuple):
@@ -85,7 +84,9 @@ def _fits_write(config: Config, key: Key, device: Device) -> str | None:
     if columns > max(16, bucket.values):
         return f"C is {columns}, a memory has {bucket.values} columns"
     held = max(tokens, rows) * columns // (32 * config.num_warps)
-    if held > (MOST_HELD if bucket.size == 2 else MOST_HELD // 2):
+    if bucket.size == 4:
+        held = max(held, tokens * rows // (32 * config.num_warps))
+    if held > (MOST_HELD if bucket.size == 2 else MOST_WIDE):
         return f"holds {held} numbers in each thread"
     ahead = config.num_stages * (4 * rows * columns + bucket.size * tokens * rows)
     shared = ahead + bucket.size * columns * (rows + tokens)
@@ -162,6 +163,7 @@ SPACE_WRITE = Space(
         _write(64, 8, 3),
         _write(32, 4, 3),
         _write(16, 4, 3),
+        _write(32, 8, 2, rows=32),
         _write(32, 4, 2, rows=32),
         _write(16, 4, 2, rows=16),
     ),

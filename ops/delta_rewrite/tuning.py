@@ -113,6 +113,7 @@ PROBLEMS = (
 # whole.
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
          (16, 100, 8, 16))  # fmt: skip
+MAX_STACK = 16  # bytes that `rewrite` may spill in fp32
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32},
@@ -186,6 +187,10 @@ def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteS
     )
 
 
+def _in_parts(source: KernelSource, shape: RewriteShape) -> bool:
+    return source.name == "rewrite" and (shape.echo or shape.dtype == torch.float32)
+
+
 def _matrix(source: KernelSource, target: str) -> str | None:
     """Where it is not what the config states: F A has as many rows as there are tokens."""
     if source.name == "prepare":
@@ -217,7 +222,9 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
         CompileCase(
             space.op, space.pass_, config, source,
             matrix=_matrix(source, target),
-            serial=shape.echo and source.name == "rewrite",  # products of fp32, in parts
+            # Products of fp32 are made of parts.
+            max_stack=MAX_STACK if _in_parts(source, shape) else 0,
+            serial=_in_parts(source, shape),
         )
         for source in sources
         if isinstance(source, KernelSource) and source.name in ("prepare", name)

@@ -113,7 +113,7 @@ def test_every_config(dtype: str) -> None:
         for config in contracts.every_config(space, shape):
             truth.check(OP, config.name)
             tried += 1
-    assert tried >= 10
+    assert tried >= 9
 
 
 @pytest.mark.parametrize("normalize", [True, False])
