@@ -17,8 +17,11 @@ from .triton_spaces import (
     PREPARE_CONFIG,
     READ,
     SPACE_READ,
+    SPACE_WHOLE,
     SPACE_WRITE,
+    WHOLE,
     bucket,
+    is_whole,
     refusal,
     write_bucket,
 )
@@ -50,7 +53,9 @@ def yields(shape: RewriteShape, arch: str) -> str | None:
 
 
 def spaces(shape: RewriteShape) -> dict[str, Space]:
-    """The config spaces of what a call launches: nothing writes without tokens."""
+    """The config spaces of what a call launches: few tokens one kernel; none writes without."""
+    if is_whole(shape):
+        return {"fwd_whole": SPACE_WHOLE}
     found = {"fwd": SPACE_WRITE} if shape.tokens else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
 
@@ -63,6 +68,9 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
     call = _Call(shape, given)
     after: tuple[torch.Tensor | None, ...] = (None, None)
     change = None
+    if is_whole(shape):
+        y = call.whole()
+        return y, *((call.state, call.normalizer) if given.slots is None else after), change
     if shape.tokens:
         change = call.write()
         after = (call.state, call.normalizer) if given.slots is None else after
@@ -86,9 +94,9 @@ class _Call:
         self.constants: dict[str, Any] = {
             "POOL": slots is not None,
             "DENOMINATOR": shape.denominator,
-            "WIDE": shape.wide,
-            "ROW": -(-shape.wide // UNIT) * UNIT,
         }
+        self.row = -(-shape.wide // UNIT) * UNIT
+        self.sizes = {"WIDE": shape.wide, "ROW": self.row}
         # Behind a write there is something to be read in every row.
         self.read_first = first is not None and shape.tokens == 0
         self.state, self.normalizer = map(last_contiguous, (given.state, given.normalizer))
@@ -111,7 +119,7 @@ class _Call:
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
     ]:  # fmt: skip
         """φ of x (B·H, ·, ROW), 1/d of each row, and of keys φ in fp32 and γ."""
-        shape, row = self.shape, self.constants["ROW"]
+        shape, row = self.shape, self.row
         x, rows = last_contiguous(x), x.shape[1]
         features = self._empty(self.heads, rows, row, dtype=kind)
         # Without denominators nothing asks for them in fp32: z stays as it is.
@@ -129,17 +137,85 @@ class _Call:
         }  # fmt: skip
         constants = {
             "FIRST": self.arguments["first"] is not None if keys else self.read_first,
+            **self.sizes,
             "KEYS": keys,
             "WIDER": wider,
             "NORMALIZE": shape.normalize,
             "CORRECTION": shape.correction,
             "WIDTH": shape.width,
             "ORDER": shape.order,
-            "W2": runtime.padded(2 * shape.width),
+            "W": runtime.padded(shape.width),
             "R": config["R"],
         }
         self._launch((KERNELS, "prepare"), tiles * self.heads, config, arguments, constants)
         return features, inverse, wide, gamma
+
+    def whole(self) -> torch.Tensor | None:
+        """All of a call of few tokens; y."""
+        shape, given = self.shape, self.given
+        config = choose(SPACE_WHOLE, bucket(shape), Device.of(self.device))
+        k, v = last_contiguous(given.k), last_contiguous(given.v)
+        q = k if given.q is None else last_contiguous(given.q)  # a kernel is told of one
+        beta = last_contiguous(given.beta) if shape.channels else given.beta
+        state, normalizer, y, counters = self.state, self.normalizer, None, None
+        if given.q is not None:
+            size = (shape.batch, shape.reads, shape.heads, shape.values)
+            y = self._empty(*size, dtype=shape.dtype)
+        blocks = -(-shape.values // config["C"])
+        if given.slots is None:
+            self.state, self.normalizer = self._empty(*shape.state), self._empty(*shape.state[:3])
+        else:
+            counters = torch.zeros(self.heads, dtype=torch.int32, device=self.device)
+        tiles = -(-shape.reads // config["T"])
+        splits = 1
+        if given.slots is None:
+            splits = self._splits(self.heads * blocks, tiles, config.num_warps)
+        arguments = {
+            "k": k, "v": v, "beta": beta, "state": state, "normalizer": normalizer,
+            "state_out": self.state, "normalizer_out": self.normalizer, "q": q, "y": y,
+            "counters": counters, "blocks": blocks, "splits": splits, "tokens": shape.tokens,
+            "reads": shape.reads, "eps": shape.eps, "eps_norm": shape.eps_norm,
+            **_strides("k", k, "bmh"), **_strides("v", v, "bmh"), **_strides("b", beta, "bmh"),
+            **_strides("a", state, "bhp"), **_strides("z", normalizer, "bh"),
+            **_strides("o", self.state, "bhp"), **_strides("y", self.normalizer, "bh"),
+            **_strides("q", q, "bmh"),
+        }  # fmt: skip
+        constants = {
+            "FIRST": self.arguments["first"] is not None,
+            "READ": y is not None,
+            "CHANNELS": shape.channels,
+            "NORMALIZE": shape.normalize,
+            "CORRECTION": shape.correction,
+            "ALIGNED": aligned(state) and aligned(self.state),
+            "V_ALIGNED": aligned(v),
+            "VALUES": shape.values,
+            "WIDTH": shape.width,
+            "ORDER": shape.order,
+            "W": runtime.padded(shape.width),
+            "M": runtime.padded(shape.tokens),
+            "T": config["T"],
+            "C": config["C"],
+            "PRECISION": runtime.precision(shape.dtype, self.device),
+        }
+        programs = self.heads * blocks * splits
+        self._launch((WHOLE, "whole"), programs, config, arguments, constants)
+        self._copy_back(state, normalizer)
+        return y
+
+    def _splits(self, programs: int, tiles: int, warps: int) -> int:
+        """Into how many programs one is split that reads so many tiles of queries: as many as there
+        are at a time, of eight warps one on a multiprocessor.
+        """
+        at_once = Device.of(self.device).multiprocessors * max(1, 8 // warps)
+        return max(1, min(tiles, at_once // max(1, programs)))
+
+    def _copy_back(self, state: torch.Tensor, normalizer: torch.Tensor) -> None:
+        """Pools whose last dimension is strided were copied, and are copied back."""
+        given = self.given
+        if given.slots is not None:
+            for pool, new in ((given.state, state), (given.normalizer, normalizer)):
+                if new is not pool:
+                    pool.copy_(new)
 
     def write(self) -> torch.Tensor | None:
         """Leave the memory behind the tokens in `state` and `normalizer`; E if an echo needs it."""
@@ -170,6 +246,7 @@ class _Call:
         }  # fmt: skip
         constants = {
             "FIRST": self.arguments["first"] is not None,
+            **self.sizes,
             "READ": self.copied is not None,
             "CHANGE": shape.echo,
             "CHANNELS": shape.channels,
@@ -184,11 +261,7 @@ class _Call:
             "STAGES": config.num_stages,
         }
         self._launch((KERNELS, "rewrite"), blocks * self.heads, config, arguments, constants)
-        if given.slots is not None:
-            # Pools whose last dimension is strided were copied, and are copied back.
-            for pool, new in ((given.state, state), (given.normalizer, normalizer)):
-                if new is not pool:
-                    pool.copy_(new)
+        self._copy_back(state, normalizer)
         return change
 
     def read(self, q: torch.Tensor) -> torch.Tensor:
@@ -215,6 +288,7 @@ class _Call:
         }  # fmt: skip
         constants = {
             "FIRST": self.read_first,
+            **self.sizes,
             "COPY": copied is not None,
             "BULK": bulk,
             "ALIGNED": copied is not None or aligned(source),

@@ -18,7 +18,8 @@ import triton.language as tl
 # thousand is below infinity.
 LIFT = tl.constexpr(2.0**55)
 RUNTIME = (
-    "heads", "blocks", "tokens", "tiles", "rows", "reads", "eps", "eps_norm",
+    "heads", "blocks", "splits", "tokens", "tiles", "rows", "reads", "eps", "eps_norm",
+    "stride_kb", "stride_km", "stride_kh", "stride_qb", "stride_qm", "stride_qh",
     "stride_xb", "stride_xm", "stride_xh", "stride_vb", "stride_vm", "stride_vh",
     "stride_bb", "stride_bm", "stride_bh",
     "stride_ab", "stride_ah", "stride_ap", "stride_zb", "stride_zh",
@@ -79,42 +80,71 @@ def _tile(x, rows, cols, stride, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _features_of_rows(
-    x, at, there, WIDTH: tl.constexpr, ORDER: tl.constexpr, W2: tl.constexpr,
+def _shifted(x, at, c, there, J: tl.constexpr, WIDTH: tl.constexpr):
+    """Numbers c − J of rows of x that start at `at`, as r goes on from relu(x) to relu(−x): those
+    in front of a row are the last ones, negated. By two loads of neighbours: of indices that no
+    compiler sees to be in order, a warp would read one column.
+    """
+    back = J % WIDTH
+    inside = there & (c >= back) & (c < WIDTH)
+    values = tl.load(x + (at + (c - back)), mask=inside, other=0.0).to(tl.float32)
+    if J % WIDTH > 0:
+        last = tl.load(x + (at + (c + (WIDTH - back))), mask=there & (c < back), other=0.0)
+        values = tl.where(c < back, -last.to(tl.float32), values)
+    if J // WIDTH % 2 == 1:
+        values = -values
+    return values
+
+
+@triton.jit
+def _features(
+    x, at, c, there, WIDTH: tl.constexpr, ORDER: tl.constexpr, AXIS: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """φ of rows of x that start at `at`: for each j the products of r and r shifted by j, over W2
-    places, of which the first 2·WIDTH count; and ‖φ‖².
+    """φ of rows of x that start at `at`, in 2·ORDER parts of WIDTH places, c along AXIS; and ‖φ‖²,
+    of size 1 along AXIS.
+
+    Of r = [relu(x), relu(−x)] part 2j − 2 is r[c]·r[c − j], and part 2j − 1 the same of c + WIDTH,
+    where all signs of x are the other ones.
     """
-    p = tl.arange(0, W2)
-    mask = there[:, None] & (p < 2 * WIDTH)[None, :]
-    r = _rectified(x, at, p, mask, WIDTH)
-    unit = tl.full([at.shape[0]], 1.0, tl.float32)
-    if NORMALIZE:
-        size = tl.max(r, 1)  # of r is max |x|
-        unit = 1.0 / tl.where(size > 0.0, size, 1.0)
-    r *= unit[:, None]
-    square = tl.zeros([at.shape[0]], tl.float32)
+    values = _shifted(x, at, c, there, 0, WIDTH)
+    size = tl.max(tl.abs(values), AXIS, keep_dims=True)
+    unit = 1.0 / tl.where(size > 0.0, size, 1.0)
+    if not NORMALIZE:
+        unit = tl.full(size.shape, 1.0, tl.float32)
+    values *= unit
+    up = tl.maximum(values, 0.0)
+    down = tl.maximum(-values, 0.0)
+    squares = tl.zeros(values.shape, tl.float32)
     parts = ()
     for j in tl.static_range(1, ORDER + 1):
-        shifted = (p + (2 * ORDER * WIDTH - j)) % (2 * WIDTH)
-        part = r * (_rectified(x, at, shifted, mask, WIDTH) * unit[:, None])
-        lifted = part
-        if NORMALIZE:
-            lifted = part * LIFT
-        square += tl.sum(lifted * lifted, 1)
-        parts += (part,)
-    factor = unit
+        other = _shifted(x, at, c, there, j, WIDTH) * unit
+        both = up * tl.maximum(other, 0.0), down * tl.maximum(-other, 0.0)
+        for n in tl.static_range(2):
+            lifted = both[n]
+            if NORMALIZE:
+                lifted = both[n] * LIFT
+            squares += lifted * lifted
+        parts += both
+    square = tl.sum(squares, AXIS, keep_dims=True)
+    factor = tl.full(size.shape, 1.0, tl.float32)
     if NORMALIZE:
         some = square > 0.0
         factor = tl.where(some, LIFT / tl.sqrt_rn(tl.where(some, square, 1.0)), 0.0)
         square = tl.where(some, 1.0, 0.0)
-    else:
-        factor = tl.full([at.shape[0]], 1.0, tl.float32)
     scaled = ()
-    for j in tl.static_range(ORDER):
-        scaled += (parts[j] * factor[:, None],)
+    for n in tl.static_range(2 * ORDER):
+        scaled += (parts[n] * factor,)
     return scaled, square
+
+
+@triton.jit
+def _newness(d, square, held, eps_norm):
+    """γ of tokens with ‖φ‖² = square."""
+    square += eps_norm
+    some = square > 0.0
+    new = tl.where(some, 1.0 - d / tl.where(some, square, 1.0), 0.0)
+    return tl.where(held, tl.minimum(tl.maximum(new, 0.0), 1.0), 1.0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -126,7 +156,7 @@ def prepare(
     POOL: tl.constexpr, FIRST: tl.constexpr, KEYS: tl.constexpr, WIDER: tl.constexpr,
     NORMALIZE: tl.constexpr, DENOMINATOR: tl.constexpr, CORRECTION: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr, ORDER: tl.constexpr,
-    W2: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Features of R rows of x, each in ROW places, and 1/d of each; of tokens γ, too.
 
@@ -140,25 +170,26 @@ def prepare(
     i = tile * R + tl.arange(0, R)
     real = i < rows
     of_x = x + row * stride_xb + head * stride_xh
-    f, square = _features_of_rows(
-        of_x, i.to(tl.int64) * stride_xm, real & live, WIDTH, ORDER, W2, NORMALIZE
-    )
+    c = tl.arange(0, W)
+    f, square = _features(
+        of_x, (i.to(tl.int64) * stride_xm)[:, None], c[None, :], (real & live)[:, None],
+        WIDTH, ORDER, 1, NORMALIZE,
+    )  # fmt: skip
+    inside = c < WIDTH
     number_of_row = (row * heads + head) * rows + i.to(tl.int64)
     to = (number_of_row * ROW)[:, None]
     kind: tl.constexpr = features.dtype.element_ty
     z_here = normalizer + slot * stride_zb + head * stride_zh
     d = tl.zeros([R], tl.float32)
-    p = tl.arange(0, W2)
-    inside = p < 2 * WIDTH
     mask = real[:, None] & inside[None, :]
-    for j in tl.static_range(ORDER):
-        place = j * 2 * WIDTH + p
-        tl.store(features + to + place[None, :], f[j].to(kind), mask=mask)
+    for n in tl.static_range(2 * ORDER):
+        place = n * WIDTH + c
+        tl.store(features + to + place[None, :], f[n].to(kind), mask=mask)
         if WIDER:
-            tl.store(wide_features + to + place[None, :], f[j], mask=mask)
+            tl.store(wide_features + to + place[None, :], f[n], mask=mask)
         if DENOMINATOR:
             z = tl.load(z_here + place, mask=inside & held, other=0.0)
-            d += tl.sum(f[j] * z[None, :], 1)
+            d += tl.sum(f[n] * z[None, :], 1)
     if ROW > WIDE:
         behind = WIDE + tl.arange(0, 8)
         mask = real[:, None] & (behind < ROW)[None, :]
@@ -172,10 +203,7 @@ def prepare(
     if KEYS:
         new = tl.full([R], 1.0, tl.float32)
         if DENOMINATOR and CORRECTION:
-            square += eps_norm
-            some = square > 0.0
-            new = tl.where(some, 1.0 - d / tl.where(some, square, 1.0), 0.0)
-            new = tl.where(held, tl.minimum(tl.maximum(new, 0.0), 1.0), 1.0)
+            new = _newness(d, tl.sum(square, 1), held, eps_norm)
         tl.store(gamma + number_of_row, new, mask=real)
 
 

@@ -14,11 +14,16 @@ from .op import PACKAGE, RewriteShape
 OP = "delta_rewrite"
 KERNELS = f"{PACKAGE}.triton_kernels"
 READ = f"{PACKAGE}.triton_read"
+WHOLE = f"{PACKAGE}.triton_whole"
 MOST_WIDTH, MOST_ORDER, MOST_TOKENS = 128, 4, 128
 LONG = 256  # queries
+# What one launch does: tokens, features in whole powers of two, and queries of all heads. Every
+# block of columns forms the features of the queries, which more launches do but once.
+FEW_TOKENS, FEW_FEATURES, FEW_READS, MOST_OF_A_HEAD = 16, 384, 8192, 64
 WGMMA, HOPPER = 64, 90  # rows of a product, and the capability
 # Numbers of N, or of a tile of A', in a thread; of fp32, which is multiplied in parts, of F, too.
 MOST_HELD, MOST_WIDE = 64, 16
+MOST_ON_CHIP = 96  # numbers of a memory in a thread, where one launch does all
 
 
 class Bucket(NamedTuple):
@@ -32,6 +37,7 @@ class Bucket(NamedTuple):
         values: Dv, padded, at most 256.
         heads: of the batch, rounded up to a power of two.
         long: whether there are `LONG` queries or more.
+        whole: whether it is one launch.
     """
 
     size: int
@@ -41,6 +47,20 @@ class Bucket(NamedTuple):
     values: int
     heads: int
     long: bool
+    whole: bool
+
+
+def is_whole(shape: RewriteShape) -> bool:
+    """Whether one launch does all of a call."""
+    return (
+        0 < shape.tokens <= FEW_TOKENS
+        and shape.dtype.itemsize == 2
+        and not shape.echo
+        and shape.order * padded(2 * shape.width) <= FEW_FEATURES
+        and shape.batch * shape.heads * shape.reads <= FEW_READS
+        # In a pool one program reads all of a head's queries, so that there have to be some heads.
+        and (shape.pool == 0 or shape.reads <= MOST_OF_A_HEAD * shape.batch * shape.heads)
+    )
 
 
 def bucket(shape: RewriteShape) -> Key:
@@ -53,6 +73,7 @@ def bucket(shape: RewriteShape) -> Key:
         min(padded(shape.values), 256),
         1 << max(shape.batch * shape.heads - 1, 0).bit_length(),
         shape.reads >= LONG,
+        is_whole(shape),
     )
 
 
@@ -81,6 +102,8 @@ def refusal(shape: RewriteShape) -> str | None:
 def _fits_write(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
     columns, rows, tokens = config["C"], config["K"], bucket.tokens
+    if bucket.whole:
+        return "this call is one launch"
     if columns > max(16, bucket.values):
         return f"C is {columns}, a memory has {bucket.values} columns"
     held = max(tokens, rows) * columns // (32 * config.num_warps)
@@ -107,6 +130,8 @@ def _default_write(key: Key, device: Device) -> Config:
 
 def _fits_read(config: Config, key: Key, device: Device) -> str | None:
     bucket = Bucket(*key)
+    if bucket.whole:
+        return "this call is one launch"
     if config["HALF"] != (bucket.size == 2):
         return "is for another element size"
     if config["C"] > max(16, bucket.values):
@@ -131,6 +156,30 @@ def _default_read(key: Key, device: Device) -> Config:
     return _best(SPACE_READ, key, device, wanted, 8 if many else 4)
 
 
+def _fits_whole(config: Config, key: Key, device: Device) -> str | None:
+    bucket = Bucket(*key)
+    columns = config["C"]
+    if not bucket.whole:
+        return "this call is several launches"
+    if columns > max(16, bucket.values):
+        return f"C is {columns}, a memory has {bucket.values} columns"
+    held = bucket.order * bucket.wide * columns // (32 * config.num_warps)
+    # Without wgmma operands of products are in registers, too.
+    if held > MOST_ON_CHIP // (2 if 0 < device.capability < HOPPER else 1):
+        return f"holds {held} numbers in each thread"
+    shared = bucket.size * bucket.wide * (bucket.order * columns + config["T"])
+    shared += 4 * bucket.wide * columns  # one part of fp32 between layouts
+    if shared + 2048 > device.shared_bytes:
+        return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
+def _default_whole(key: Key, device: Device) -> Config:
+    """Few blocks of columns, as each forms φ of all queries anew."""
+    bucket = Bucket(*key)
+    return _best(SPACE_WHOLE, key, device, {"C": 64, "T": 64 if bucket.long else 16}, 8)
+
+
 def _best(space: Space, key: Key, device: Device, wanted: dict[str, int], warps: int) -> Config:
     """The fitting config that has most of the wanted tiles; of those the first."""
     fitting = space.fitting(key, device)
@@ -143,6 +192,29 @@ def _best(space: Space, key: Key, device: Device, wanted: dict[str, int], warps:
 
     return max(fitting, key=worth)
 
+
+def _whole(columns: int, queries: int, warps: int) -> Config:
+    matrix = "wgmma" if queries >= WGMMA else "mma"
+    return Config.make(warps, 1, matrix, atomic=False, C=columns, T=queries)
+
+
+SPACE_WHOLE = Space(
+    op=OP,
+    pass_="fwd_whole",
+    backend="triton",
+    configs=(
+        _whole(64, 64, 8),
+        _whole(64, 32, 8),
+        _whole(32, 32, 8),
+        _whole(32, 32, 4),
+        _whole(16, 16, 4),
+    ),
+    fits=_fits_whole,
+    bucket=bucket,
+    default=_default_whole,
+    sources=(KERNELS, WHOLE),
+    near=("heads",),
+)
 
 PREPARE_CONFIG = Config.make(4, 1, "fma", R=8)  # rows at a time
 

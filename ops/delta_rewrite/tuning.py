@@ -17,9 +17,9 @@ from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
 from . import delta_rewrite, triton
 from .op import RewriteShape, RewriteTensors
-from .triton_spaces import OP, SPACE_READ, SPACE_WRITE, WGMMA
+from .triton_spaces import OP, SPACE_READ, SPACE_WHOLE, SPACE_WRITE, WGMMA
 
-SPACES = (SPACE_WRITE, SPACE_READ)
+SPACES = (SPACE_WRITE, SPACE_READ, SPACE_WHOLE)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ PROBLEMS = (
 # whole.
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
          (16, 100, 8, 16))  # fmt: skip
-MAX_STACK = 16  # bytes that `rewrite` may spill in fp32
+MAX_STACK = {"rewrite": 16, "whole": 40}  # bytes, of `rewrite` in fp32
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32},
@@ -147,7 +147,7 @@ def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, Rewr
             shape = replace(_compile_shape(*size), dtype=dtype)
             if quick and dtype == torch.float32:
                 return
-            for space in SPACES:
+            for space in triton.spaces(shape).values():
                 key = space.bucket(shape)
                 configs = space.fitting(key, device)
                 if quick:
@@ -160,13 +160,13 @@ def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, Rewr
     if not quick:
         for rules in _VARIANTS:
             shape = replace(_compile_shape(*SIZES[1]), **rules)
-            for space in SPACES:
+            for space in triton.spaces(shape).values():
                 yield space, space.default(space.bucket(shape), device), shape
 
 
 def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteShape:
     return RewriteShape(
-        batch=16,
+        batch=12,
         tokens=tokens,
         reads=reads,
         heads=1,
@@ -188,6 +188,9 @@ def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteS
 
 
 def _in_parts(source: KernelSource, shape: RewriteShape) -> bool:
+    """Whether each product waits for what it is made of: parts of fp32, features one by one."""
+    if source.name == "whole":
+        return True
     return source.name == "rewrite" and (shape.echo or shape.dtype == torch.float32)
 
 
@@ -195,6 +198,9 @@ def _matrix(source: KernelSource, target: str) -> str | None:
     """Where it is not what the config states: F A has as many rows as there are tokens."""
     if source.name == "prepare":
         return "fma"
+    if source.name == "whole":  # Fᵀ E has a row for each of dk features, y one for each query
+        rows = max(int(str(source.constexprs[name])) for name in ("W", "T"))
+        return expected_matrix("wgmma" if rows >= WGMMA else "mma", target)
     tall = source.name == "rewrite" and int(str(source.constexprs["M"])) >= WGMMA
     return expected_matrix("wgmma", target) if tall else None
 
@@ -217,13 +223,12 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
     )
     with use_config(space, config), runtime.record_launches() as sources:
         triton.fwd(shape, given)
-    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read"}[space]
+    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read", SPACE_WHOLE: "whole"}[space]
     return [
         CompileCase(
             space.op, space.pass_, config, source,
             matrix=_matrix(source, target),
-            # Products of fp32 are made of parts.
-            max_stack=MAX_STACK if _in_parts(source, shape) else 0,
+            max_stack=MAX_STACK.get(source.name, 0) if _in_parts(source, shape) else 0,
             serial=_in_parts(source, shape),
         )
         for source in sources
