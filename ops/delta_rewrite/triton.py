@@ -196,6 +196,7 @@ class _Call:
             "T": config["T"],
             "C": config["C"],
             "PRECISION": runtime.precision(shape.dtype, self.device),
+            "STAGES": config.num_stages,
         }
         programs = self.heads * blocks * splits
         self._launch((WHOLE, "whole"), programs, config, arguments, constants)

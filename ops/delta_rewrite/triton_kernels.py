@@ -180,7 +180,7 @@ def prepare(
     to = (number_of_row * ROW)[:, None]
     kind: tl.constexpr = features.dtype.element_ty
     z_here = normalizer + slot * stride_zb + head * stride_zh
-    d = tl.zeros([R], tl.float32)
+    products = tl.zeros([R, W], tl.float32)
     mask = real[:, None] & inside[None, :]
     for n in tl.static_range(2 * ORDER):
         place = n * WIDTH + c
@@ -189,7 +189,7 @@ def prepare(
             tl.store(wide_features + to + place[None, :], f[n], mask=mask)
         if DENOMINATOR:
             z = tl.load(z_here + place, mask=inside & held, other=0.0)
-            d += tl.sum(f[n] * z[None, :], 1)
+            products += f[n] * z[None, :]
     if ROW > WIDE:
         behind = WIDE + tl.arange(0, 8)
         mask = real[:, None] & (behind < ROW)[None, :]
@@ -197,8 +197,8 @@ def prepare(
         if WIDER:
             zeros = tl.zeros([R, 8], tl.float32)
             tl.store(wide_features + to + behind[None, :], zeros, mask=mask)
+    d = tl.sum(products, 1) + eps
     if DENOMINATOR:
-        d += eps
         tl.store(inverse + number_of_row, 1.0 / d, mask=real)
     if KEYS:
         new = tl.full([R], 1.0, tl.float32)

@@ -168,7 +168,7 @@ def _fits_whole(config: Config, key: Key, device: Device) -> str | None:
     if held > MOST_ON_CHIP // (2 if 0 < device.capability < HOPPER else 1):
         return f"holds {held} numbers in each thread"
     shared = bucket.size * bucket.wide * (bucket.order * columns + config["T"])
-    shared += 4 * bucket.wide * columns  # one part of fp32 between layouts
+    shared += 4 * bucket.wide // 2 * columns * config.num_stages  # of the memory, ahead
     if shared + 2048 > device.shared_bytes:
         return f"needs {shared} bytes of shared memory, a block has {device.shared_bytes}"
     return None
@@ -195,7 +195,7 @@ def _best(space: Space, key: Key, device: Device, wanted: dict[str, int], warps:
 
 def _whole(columns: int, queries: int, warps: int) -> Config:
     matrix = "wgmma" if queries >= WGMMA else "mma"
-    return Config.make(warps, 1, matrix, atomic=False, C=columns, T=queries)
+    return Config.make(warps, 4, matrix, atomic=False, C=columns, T=queries)
 
 
 SPACE_WHOLE = Space(

@@ -38,7 +38,7 @@ def whole(
     NORMALIZE: tl.constexpr, DENOMINATOR: tl.constexpr, CORRECTION: tl.constexpr,
     ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr,
     ORDER: tl.constexpr, W: tl.constexpr, M: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """C columns of one head, and one of `splits` shares of its queries; of a pool, all of them.
 
@@ -63,53 +63,54 @@ def whole(
     there = (i < tokens) & live
     of_k = k + row * stride_kb + head * stride_kh
     at = i.to(tl.int64) * stride_km
-    f, square = _features(of_k, at[:, None], c[None, :], there[:, None], WIDTH, ORDER, 1, NORMALIZE)
-    old = tl.zeros([M, C], tl.float32)  # N
-    products = tl.zeros([M, W], tl.float32)
+    # What is asked for first comes while features are formed.
+    mask = there[:, None] & known[None, :]
+    row_v = v + row * stride_vb + head * stride_vh
+    wanted = tl.load(_tile(row_v, i, e, stride_vm, V_ALIGNED), mask=mask, other=0.0)
+    row_b = beta + row * stride_bb + head * stride_bh
+    if CHANNELS:
+        gate = tl.load(_tile(row_b, i, e, stride_bm, False), mask=mask, other=0.0)
+    else:
+        gate = tl.load(row_b + i.to(tl.int64) * stride_bm, mask=there, other=0.0)[:, None]
+    z = ()
     for n in tl.static_range(2 * ORDER):
-        place = n * WIDTH + c
-        mask = (inside & held)[:, None] & known[None, :]
-        a = tl.load(_tile(here, place, e, stride_ap, ALIGNED), mask=mask, other=0.0)
-        old = tl.dot(f[n].to(kind), a.to(kind), old, input_precision=PRECISION)
-        z = tl.load(z_here + place, mask=inside & held, other=0.0)
-        products += f[n] * z[None, :]
+        z += (tl.load(z_here + n * WIDTH + c, mask=inside & held, other=0.0),)
+    f, square = _features(of_k, at[:, None], c[None, :], there[:, None], WIDTH, ORDER, 1, NORMALIZE)
+    present = (inside & held)[:, None] & known[None, :]
+    old = tl.zeros([M, C], tl.float32)  # N
+    for n in tl.range(0, 2 * ORDER, num_stages=STAGES):  # that loads be ahead of products
+        a = tl.load(_tile(here, n * WIDTH + c, e, stride_ap, ALIGNED), mask=present, other=0.0)
+        mine = f[0]
+        for other in tl.static_range(1, 2 * ORDER):
+            mine = tl.where(n == other, f[other], mine)
+        old = tl.dot(mine.to(kind), a.to(kind), old, input_precision=PRECISION)
+    # Again, from a cache: kept, they would fill the registers twice over.
+    before = ()
+    for n in tl.static_range(2 * ORDER):
+        pointers = _tile(here, n * WIDTH + c, e, stride_ap, ALIGNED)
+        before += (tl.load(pointers, mask=present, other=0.0),)
     new_rows = tl.zeros([M], tl.float32)  # without denominators z stays as it is
     if DENOMINATOR:
+        products = f[0] * z[0][None, :]
+        for n in tl.static_range(1, 2 * ORDER):
+            products += f[n] * z[n][None, :]
         d = tl.sum(products, 1) + eps
         old *= (1.0 / d)[:, None]
         new_rows = tl.full([M], 1.0, tl.float32)
         if CORRECTION:
             new_rows = _newness(d, tl.sum(square, 1), held, eps_norm)
-    mask = there[:, None] & known[None, :]
-    row_v = v + row * stride_vb + head * stride_vh
-    error = tl.load(_tile(row_v, i, e, stride_vm, V_ALIGNED), mask=mask, other=0.0).to(tl.float32)
-    error -= old
-    row_b = beta + row * stride_bb + head * stride_bh
-    if CHANNELS:
-        error *= tl.load(_tile(row_b, i, e, stride_bm, False), mask=mask, other=0.0)
-    else:
-        error *= tl.load(row_b + i.to(tl.int64) * stride_bm, mask=there, other=0.0)[:, None]
-    error = error.to(kind)
+    error = ((wanted.to(tl.float32) - old) * gate).to(kind)  # [M, C]
 
-    # The same across, as an operand of the second product, and for z'.
-    down, _square = _features(
-        of_k, at[None, :], c[:, None], there[None, :], WIDTH, ORDER, 0, NORMALIZE
-    )
     of_head = row * heads + head
     to_here = state_out + slot * stride_ob + head * stride_oh
     after = ()
     z_after = ()
     for n in tl.static_range(2 * ORDER):
-        place = n * WIDTH + c
-        mask = (inside & held)[:, None] & known[None, :]
-        # Again, from a cache: both times at once, they would fill the registers.
-        a = tl.load(_tile(here, place, e, stride_ap, ALIGNED), mask=mask, other=0.0)
-        new = tl.dot(down[n].to(kind), error, a, input_precision=PRECISION)
+        new = tl.dot(tl.trans(f[n].to(kind)), error, before[n], input_precision=PRECISION)
         mask = (inside & live & (split == 0))[:, None] & known[None, :]
-        tl.store(_tile(to_here, place, e, stride_op, ALIGNED), new, mask=mask)
+        tl.store(_tile(to_here, n * WIDTH + c, e, stride_op, ALIGNED), new, mask=mask)
         after += (new.to(kind),)
-        z = tl.load(z_here + place, mask=inside & held, other=0.0)
-        z_after += (z + tl.sum(down[n] * new_rows[None, :], 1),)
+        z_after += (z[n] + tl.sum(f[n] * new_rows[:, None], 0),)
     if POOL:
         writes = _all_have_read(counters + of_head, blocks) & live
     else:
