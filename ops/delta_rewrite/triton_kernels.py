@@ -239,32 +239,31 @@ def rewrite(
     keys = features + of_head * tokens * ROW
     kind: tl.constexpr = features.dtype.element_ty
 
+    # Asked for before the memory is, which takes longer.
+    write = (there & live)[:, None] & known[None, :]
+    row_v = v + row * stride_vb + head * stride_vh
+    wanted = tl.load(_tile(row_v, i, e, stride_vm, V_ALIGNED), mask=write, other=0.0)
+    row_b = beta + row * stride_bb + head * stride_bh
+    if CHANNELS:
+        gate = tl.load(_tile(row_b, i, e, stride_bm, False), mask=write, other=0.0)
+    else:
+        gate = tl.load(row_b + i.to(tl.int64) * stride_bm, mask=there & live, other=0.0)[:, None]
+
     old = tl.zeros([M, C], tl.float32)  # N
     for p0 in tl.range(0, WIDE, K, num_stages=STAGES):
         p = p0 + tl.arange(0, K)
         mask = there[:, None] & (p < ROW)[None, :]
         f = tl.load(_tile(keys, i, p, ROW, True), mask=mask, other=0.0)  # [M, K]
         mask = ((p < WIDE) & held)[:, None] & known[None, :]
-        a = tl.load(
-            _tile(here, p, e, stride_ap, ALIGNED), mask=mask, other=0.0,
-            eviction_policy="evict_last",
-        )  # fmt: skip
+        a = tl.load(_tile(here, p, e, stride_ap, ALIGNED), mask=mask, other=0.0)
         old = tl.dot(f, a.to(kind), old, input_precision=PRECISION)
     if DENOMINATOR:
         old *= tl.load(inverse + of_head * tokens + i, mask=there, other=0.0)[:, None]
-    write = (there & live)[:, None] & known[None, :]
-    row_v = v + row * stride_vb + head * stride_vh
-    error = tl.load(_tile(row_v, i, e, stride_vm, V_ALIGNED), mask=write, other=0.0).to(tl.float32)
-    error -= old  # [M, C]
+    error = wanted.to(tl.float32) - old  # [M, C]
     if CHANGE:
         to = change + of_head * tokens * VALUES
         tl.store(_tile(to, i, e, VALUES, False), error, mask=there[:, None] & known[None, :])
-    row_b = beta + row * stride_bb + head * stride_bh
-    if CHANNELS:
-        error *= tl.load(_tile(row_b, i, e, stride_bm, False), mask=write, other=0.0)
-    else:
-        gate = row_b + i.to(tl.int64) * stride_bm
-        error *= tl.load(gate, mask=there & live, other=0.0)[:, None]
+    error *= gate
     error = error.to(kind)
 
     there_to = state_out + slot * stride_ob + head * stride_oh
@@ -274,10 +273,7 @@ def rewrite(
         f = tl.load(_tile(keys, i, p, ROW, True), mask=mask, other=0.0)  # [M, K]
         inside = p < WIDE
         mask = (inside & held)[:, None] & known[None, :]
-        a = tl.load(
-            _tile(here, p, e, stride_ap, ALIGNED), mask=mask, other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
+        a = tl.load(_tile(here, p, e, stride_ap, ALIGNED), mask=mask, other=0.0)
         new = tl.dot(tl.trans(f), error, a, input_precision=PRECISION)
         mask = (inside & live)[:, None]
         tl.store(_tile(there_to, p, e, stride_op, ALIGNED), new, mask=mask & known[None, :])
