@@ -137,8 +137,10 @@ def _fits_read(config: Config, key: Key, device: Device) -> str | None:
     if config["C"] > max(16, bucket.values):
         return f"C is {config['C']}, a memory has {bucket.values} columns"
     rows, queries, columns = config["K"], config["T"], config["C"]
-    if 0 < device.capability < HOPPER and queries * columns > 64 * 32 * config.num_warps:
-        return "spills where operands of products are in registers"
+    # Operands are in registers without wgmma, and those of a memory that is not there in 16 bits.
+    converted = 0 < device.capability < HOPPER or bucket.tokens == 0
+    if converted and queries * columns > 64 * 32 * config.num_warps:
+        return "has too few registers for operands"
     # Without tokens the memory is not there in 16 bits.
     size = 4 if bucket.tokens == 0 else bucket.size
     shared = config.num_stages * rows * (size * columns + bucket.size * queries)
