@@ -11,9 +11,23 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from .op import RewriteShape, RewriteTensors
-from .triton_spaces import KERNELS, OP, PREPARE_CONFIG, SPACE_READ, SPACE_WRITE, bucket, refusal
+from .triton_spaces import (
+    KERNELS,
+    OP,
+    PREPARE_CONFIG,
+    READ,
+    SPACE_READ,
+    SPACE_WHOLE,
+    SPACE_WRITE,
+    WHOLE,
+    bucket,
+    is_whole,
+    refusal,
+    write_bucket,
+)
 
 SPACE_FWD, SPACE_BWD = SPACE_WRITE, None
+UNIT = 8  # 16-bit numbers in 16 bytes: what rows of a workspace are multiples of
 
 
 def supports(shape: RewriteShape, arch: str) -> str | None:
@@ -28,7 +42,7 @@ def supports(shape: RewriteShape, arch: str) -> str | None:
     reason = refusal(shape)
     if reason is None:
         for space in spaces(shape).values():
-            if not space.fitting(bucket(shape), device):
+            if not space.fitting(space.bucket(shape), device):
                 return f"no config of {space.name} fits into the shared memory of {arch}"
     return reason
 
@@ -39,7 +53,9 @@ def yields(shape: RewriteShape, arch: str) -> str | None:
 
 
 def spaces(shape: RewriteShape) -> dict[str, Space]:
-    """The config spaces of what a call launches: nothing writes without tokens."""
+    """The config spaces of what a call launches: few tokens one kernel; none writes without."""
+    if is_whole(shape):
+        return {"fwd_whole": SPACE_WHOLE}
     found = {"fwd": SPACE_WRITE} if shape.tokens else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
 
@@ -50,14 +66,15 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
     With slots the pools are written, and y is all that is returned.
     """
     call = _Call(shape, given)
-    memory = given.state, given.normalizer
-    call.prepare()
     after: tuple[torch.Tensor | None, ...] = (None, None)
     change = None
+    if is_whole(shape):
+        y = call.whole()
+        return y, *((call.state, call.normalizer) if given.slots is None else after), change
     if shape.tokens:
-        memory, change = call.write()
-        after = memory if given.slots is None else after
-    y = None if given.q is None else call.read(*memory)
+        change = call.write()
+        after = (call.state, call.normalizer) if given.slots is None else after
+    y = None if given.q is None else call.read(given.q)
     return y, *after, change
 
 
@@ -76,141 +93,214 @@ class _Call:
         self.arguments: dict[str, Any] = {"slots": slots, "first": first, "heads": shape.heads}
         self.constants: dict[str, Any] = {
             "POOL": slots is not None,
-            "FIRST": first is not None,
             "DENOMINATOR": shape.denominator,
-            "WIDE": shape.wide,
         }
+        self.row = -(-shape.wide // UNIT) * UNIT
+        self.sizes = {"WIDE": shape.wide, "ROW": self.row}
+        # Behind a write there is something to be read in every row.
+        self.read_first = first is not None and shape.tokens == 0
+        self.state, self.normalizer = map(last_contiguous, (given.state, given.normalizer))
+        # What reads multiply: the memory behind the tokens in 16 bits, once it has been written.
+        self.copied: torch.Tensor | None = None
 
     def _empty(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return empty(size, dtype=dtype, device=self.device)
 
     def _launch(
-        self, kernel: str, programs: int, config: Config, arguments: dict[str, Any],
+        self, kernel: tuple[str, str], programs: int, config: Config, arguments: dict[str, Any],
         constants: dict[str, Any],
     ) -> None:  # fmt: skip
         runtime.launch(
-            OP, (KERNELS, kernel), programs, self.device, config, self.arguments | arguments,
+            OP, kernel, programs, self.device, config, self.arguments | arguments,
             self.constants | constants,
         )  # fmt: skip
 
-    def prepare(self) -> None:
-        """φ of tokens and queries (B·H, ·, P) in their dtype; of tokens in fp32, too, w and γ.
-
-        With an echo that of tokens is in fp32 alone: the backward takes off what they wrote.
-        """
-        shape, given = self.shape, self.given
-        k, normalizer = last_contiguous(given.k), last_contiguous(given.normalizer)
-        tokens, reads = shape.tokens, shape.reads
-        # A kernel is told of both; where there is one, it stands for the other, too.
-        q = k if given.q is None else last_contiguous(given.q)
-        wide = shape.wide
-        kind = torch.float32 if shape.echo else shape.dtype
-        self.of_keys = self._empty(self.heads, tokens, wide, dtype=kind)
-        self.of_queries = self._empty(self.heads, reads, wide, dtype=shape.dtype)
-        self.inverse, self.gamma = (self._empty(self.heads, tokens) for _ in range(2))
+    def _features(self, x: torch.Tensor, kind: torch.dtype, *, keys: bool) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    ]:  # fmt: skip
+        """φ of x (B·H, ·, ROW), 1/d of each row, and of keys φ in fp32 and γ."""
+        shape, row = self.shape, self.row
+        x, rows = last_contiguous(x), x.shape[1]
+        features = self._empty(self.heads, rows, row, dtype=kind)
         # Without denominators nothing asks for them in fp32: z stays as it is.
-        wider = kind != torch.float32 and shape.denominator
-        self.wide_keys = self._empty(self.heads, tokens, wide) if wider else self.of_keys
+        wider = keys and kind != torch.float32 and shape.denominator
+        wide = self._empty(self.heads, rows, row) if wider else features
+        inverse = self._empty(self.heads, rows)
+        gamma = self._empty(self.heads, rows) if keys else inverse
         config = PREPARE_CONFIG
-        key_tiles = -(-tokens // config["R"])
-        tiles = key_tiles + -(-reads // config["R"])
+        tiles = -(-rows // config["R"])
         arguments = {
-            "k": k, "q": q, "features": self.of_keys, "wide_features": self.wide_keys,
-            "query_features": self.of_queries, "normalizer": normalizer,
-            "inverse": self.inverse, "gamma": self.gamma,
-            "tiles": tiles, "key_tiles": key_tiles, "tokens": tokens, "reads": reads,
+            "x": x, "features": features, "wide_features": wide, "normalizer": self.normalizer,
+            "inverse": inverse, "gamma": gamma, "tiles": tiles, "rows": rows,
             "eps": shape.eps, "eps_norm": shape.eps_norm,
-            **_strides("k", k, "bmh"), **_strides("q", q, "bmh"), **_strides("z", normalizer, "bh"),
+            **_strides("x", x, "bmh"), **_strides("z", self.normalizer, "bh"),
         }  # fmt: skip
         constants = {
-            "KEYS": tokens > 0,
+            "FIRST": self.arguments["first"] is not None if keys else self.read_first,
+            **self.sizes,
+            "KEYS": keys,
             "WIDER": wider,
             "NORMALIZE": shape.normalize,
             "CORRECTION": shape.correction,
             "WIDTH": shape.width,
+            "ORDER": shape.order,
             "W": runtime.padded(shape.width),
             "R": config["R"],
-            "K": config["K"],
         }
-        self._launch("prepare", tiles * self.heads, config, arguments, constants)
+        self._launch((KERNELS, "prepare"), tiles * self.heads, config, arguments, constants)
+        return features, inverse, wide, gamma
 
-    def write(self) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """The memory behind the tokens, and E if an echo needs it."""
+    def whole(self) -> torch.Tensor | None:
+        """All of a call of few tokens; y."""
         shape, given = self.shape, self.given
-        config = choose(SPACE_WRITE, bucket(shape), Device.of(self.device))
-        v, state, normalizer = map(last_contiguous, (given.v, given.state, given.normalizer))
+        config = choose(SPACE_WHOLE, bucket(shape), Device.of(self.device))
+        k, v = last_contiguous(given.k), last_contiguous(given.v)
+        q = k if given.q is None else last_contiguous(given.q)  # a kernel is told of one
         beta = last_contiguous(given.beta) if shape.channels else given.beta
-        state_out, normalizer_out = state, normalizer
+        state, normalizer, y, counters = self.state, self.normalizer, None, None
+        if given.q is not None:
+            size = (shape.batch, shape.reads, shape.heads, shape.values)
+            y = self._empty(*size, dtype=shape.dtype)
+        blocks = -(-shape.values // config["C"])
         if given.slots is None:
-            state_out, normalizer_out = self._empty(*shape.state), self._empty(*shape.state[:3])
+            self.state, self.normalizer = self._empty(*shape.state), self._empty(*shape.state[:3])
+        else:
+            counters = torch.zeros(self.heads, dtype=torch.int32, device=self.device)
+        tiles = -(-shape.reads // config["T"])
+        splits = 1
+        if given.slots is None:
+            splits = self._splits(self.heads * blocks, tiles, config.num_warps)
+        arguments = {
+            "k": k, "v": v, "beta": beta, "state": state, "normalizer": normalizer,
+            "state_out": self.state, "normalizer_out": self.normalizer, "q": q, "y": y,
+            "counters": counters, "blocks": blocks, "splits": splits, "tokens": shape.tokens,
+            "reads": shape.reads, "eps": shape.eps, "eps_norm": shape.eps_norm,
+            **_strides("k", k, "bmh"), **_strides("v", v, "bmh"), **_strides("b", beta, "bmh"),
+            **_strides("a", state, "bhp"), **_strides("z", normalizer, "bh"),
+            **_strides("o", self.state, "bhp"), **_strides("y", self.normalizer, "bh"),
+            **_strides("q", q, "bmh"),
+        }  # fmt: skip
+        constants = {
+            "FIRST": self.arguments["first"] is not None,
+            "READ": y is not None,
+            "CHANNELS": shape.channels,
+            "NORMALIZE": shape.normalize,
+            "CORRECTION": shape.correction,
+            "ALIGNED": aligned(state) and aligned(self.state),
+            "V_ALIGNED": aligned(v),
+            "VALUES": shape.values,
+            "WIDTH": shape.width,
+            "ORDER": shape.order,
+            "W": runtime.padded(shape.width),
+            "M": runtime.padded(shape.tokens),
+            "T": config["T"],
+            "C": config["C"],
+            "PRECISION": runtime.precision(shape.dtype, self.device),
+            "STAGES": config.num_stages,
+        }
+        programs = self.heads * blocks * splits
+        self._launch((WHOLE, "whole"), programs, config, arguments, constants)
+        self._copy_back(state, normalizer)
+        return y
+
+    def _splits(self, programs: int, tiles: int, warps: int) -> int:
+        """Into how many programs one is split that reads so many tiles of queries: as many as there
+        are at a time, of eight warps one on a multiprocessor.
+        """
+        at_once = Device.of(self.device).multiprocessors * max(1, 8 // warps)
+        return max(1, min(tiles, at_once // max(1, programs)))
+
+    def _copy_back(self, state: torch.Tensor, normalizer: torch.Tensor) -> None:
+        """Pools whose last dimension is strided were copied, and are copied back."""
+        given = self.given
+        if given.slots is not None:
+            for pool, new in ((given.state, state), (given.normalizer, normalizer)):
+                if new is not pool:
+                    pool.copy_(new)
+
+    def write(self) -> torch.Tensor | None:
+        """Leave the memory behind the tokens in `state` and `normalizer`; E if an echo needs it."""
+        shape, given = self.shape, self.given
+        config = choose(SPACE_WRITE, write_bucket(shape), Device.of(self.device))
+        # The backward of an echo takes off what was added, which then has to be exact.
+        kind = torch.float32 if shape.echo else shape.dtype
+        features, inverse, wide, gamma = self._features(given.k, kind, keys=True)
+        v, state, normalizer = last_contiguous(given.v), self.state, self.normalizer
+        beta = last_contiguous(given.beta) if shape.channels else given.beta
+        if given.slots is None:
+            self.state, self.normalizer = self._empty(*shape.state), self._empty(*shape.state[:3])
+        columns = -(-shape.values // UNIT) * UNIT
+        if shape.reads and shape.dtype.itemsize == 2:
+            self.copied = self._empty(self.heads, shape.wide, columns, dtype=shape.dtype)
         change = None
         if shape.echo:
             change = self._empty(shape.batch, shape.heads, shape.tokens, shape.values)
         blocks = -(-shape.values // config["C"])
         arguments = {
-            "features": self.of_keys, "wide_features": self.wide_keys,
-            "inverse": self.inverse, "gamma": self.gamma, "v": v, "beta": beta,
-            "state": state, "normalizer": normalizer,
-            "state_out": state_out, "normalizer_out": normalizer_out, "change": change,
-            "blocks": blocks, "tokens": shape.tokens,
+            "features": features, "wide_features": wide, "inverse": inverse, "gamma": gamma,
+            "v": v, "beta": beta, "state": state, "normalizer": normalizer,
+            "state_out": self.state, "normalizer_out": self.normalizer,
+            "to_read": self.copied, "change": change, "blocks": blocks, "tokens": shape.tokens,
             **_strides("v", v, "bmh"), **_strides("b", beta, "bmh"),
             **_strides("a", state, "bhp"), **_strides("z", normalizer, "bh"),
-            **_strides("o", state_out, "bhp"), **_strides("y", normalizer_out, "bh"),
+            **_strides("o", self.state, "bhp"), **_strides("y", self.normalizer, "bh"),
         }  # fmt: skip
         constants = {
+            "FIRST": self.arguments["first"] is not None,
+            **self.sizes,
+            "READ": self.copied is not None,
             "CHANGE": shape.echo,
             "CHANNELS": shape.channels,
-            "ALIGNED": aligned(state) and aligned(state_out),
+            "ALIGNED": aligned(state) and aligned(self.state),
+            "V_ALIGNED": aligned(v),
             "VALUES": shape.values,
+            "COLUMNS": columns,
             "K": config["K"],
-            "PARTS": -(-shape.wide // config["K"]),
             "M": runtime.padded(shape.tokens),
             "C": config["C"],
-            "PRECISION": self._precision(),
+            "PRECISION": runtime.precision(kind, self.device),
+            "STAGES": config.num_stages,
         }
-        self._launch("rewrite", blocks * self.heads, config, arguments, constants)
-        if given.slots is not None:
-            # Pools whose last dimension is strided were copied, and are copied back.
-            for pool, new in ((given.state, state), (given.normalizer, normalizer)):
-                if new is not pool:
-                    pool.copy_(new)
-        return (state_out, normalizer_out), change
+        self._launch((KERNELS, "rewrite"), blocks * self.heads, config, arguments, constants)
+        self._copy_back(state, normalizer)
+        return change
 
-    def _precision(self) -> str:
-        """Of products in fp32. TF32 keeps more of a memory than a 16-bit call's own elements would;
-        but what an echo takes off again has to be what was added.
-        """
-        shape = self.shape
-        if self.device.type == "cpu" or shape.dtype == torch.float32 or shape.echo:
-            return runtime.precision(torch.float32, self.device)
-        return "tf32"
-
-    def read(self, state: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
+    def read(self, q: torch.Tensor) -> torch.Tensor:
         """y."""
-        shape = self.shape
+        shape, copied = self.shape, self.copied
         y = self._empty(shape.batch, shape.reads, shape.heads, shape.values, dtype=shape.dtype)
         if shape.reads == 0:
             return y
         config = choose(SPACE_READ, bucket(shape), Device.of(self.device))
-        state, normalizer = last_contiguous(state), last_contiguous(normalizer)
-        blocks, tiles = -(-shape.values // config["C"]), -(-shape.reads // config["T"])
-        arguments = {
-            "features": self.of_queries, "state": state, "normalizer": normalizer, "y": y,
-            "blocks": blocks, "tiles": tiles, "reads": shape.reads, "eps": shape.eps,
-            **_strides("a", state, "bhp"), **_strides("z", normalizer, "bh"),
+        features, inverse, _, _ = self._features(q, shape.dtype, keys=False)
+        rows, inner, columns = config["T"], config["K"], config["C"]
+        source = self.state if copied is None else copied
+        bulk = copied is not None and runtime.bulk_copies(self.device, features, copied)
+        operands: dict[str, Any] = {"features": features, "state": source}
+        if bulk:
+            operands = {
+                "features": runtime.stack_tiles(features, rows, inner),
+                "state": runtime.stack_tiles(source, inner, columns),
+            }
+        blocks, tiles = -(-shape.values // columns), -(-shape.reads // rows)
+        arguments = operands | {
+            "inverse": inverse, "y": y, "blocks": blocks, "tiles": tiles, "reads": shape.reads,
+            **_strides("a", self.state, "bhp"),
         }  # fmt: skip
         constants = {
-            # Behind a write there is something to be read in every row.
-            "FIRST": self.constants["FIRST"] and shape.tokens == 0,
-            "ALIGNED": aligned(state),
-            "ROWS_ALIGNED": shape.wide * shape.dtype.itemsize % 16 == 0,
+            "FIRST": self.read_first,
+            **self.sizes,
+            "COPY": copied is not None,
+            "BULK": bulk,
+            "ALIGNED": copied is not None or aligned(source),
             "VALUES": shape.values,
-            "T": config["T"],
-            "K": config["K"],
-            "C": config["C"],
+            "COLUMNS": -(-shape.values // UNIT) * UNIT,
+            "T": rows,
+            "K": inner,
+            "C": columns,
             "PRECISION": runtime.precision(shape.dtype, self.device),
             "STAGES": config.num_stages,
         }
         programs = self.heads * tiles * blocks
-        self._launch("read", programs, config, arguments, constants)
+        self._launch((READ, "read"), programs, config, arguments, constants)
         return y

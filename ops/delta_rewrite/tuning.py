@@ -17,9 +17,9 @@ from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
 from . import delta_rewrite, triton
 from .op import RewriteShape, RewriteTensors
-from .triton_spaces import OP, SPACE_READ, SPACE_WRITE, WGMMA
+from .triton_spaces import OP, SPACE_READ, SPACE_WHOLE, SPACE_WRITE, WGMMA
 
-SPACES = (SPACE_WRITE, SPACE_READ)
+SPACES = (SPACE_WRITE, SPACE_READ, SPACE_WHOLE)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ PROBLEMS = (
 # whole.
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
          (16, 100, 8, 16))  # fmt: skip
-# Bytes that a kernel may spill, with wgmma and without: `rewrite` in configs that are no default.
-MAX_STACK = {("rewrite", "wgmma"): 96, ("rewrite", "mma"): 2400, ("read", "mma"): 8}
+MAX_STACK = {"rewrite": 16, "whole": 8}  # bytes, of `rewrite` in fp32 and before Hopper
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32},
@@ -122,6 +121,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"normalize": False, "eps_norm": 1e-5, "correction": False},
     {"denominator": False, "order": 2},
     {"echo": True, "aligned": False},
+    {"tokens": 20, "channels": True, "first": True, "pool": 32, "aligned": False},
+    {"tokens": 20, "denominator": False, "order": 2},
+    {"tokens": 0, "first": True, "aligned": False},
 )
 
 
@@ -148,7 +150,7 @@ def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, Rewr
             shape = replace(_compile_shape(*size), dtype=dtype)
             if quick and dtype == torch.float32:
                 return
-            for space in SPACES:
+            for space in triton.spaces(shape).values():
                 key = space.bucket(shape)
                 configs = space.fitting(key, device)
                 if quick:
@@ -161,13 +163,13 @@ def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, Rewr
     if not quick:
         for rules in _VARIANTS:
             shape = replace(_compile_shape(*SIZES[1]), **rules)
-            for space in SPACES:
+            for space in triton.spaces(shape).values():
                 yield space, space.default(space.bucket(shape), device), shape
 
 
 def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteShape:
     return RewriteShape(
-        batch=16,
+        batch=12,
         tokens=tokens,
         reads=reads,
         heads=1,
@@ -188,10 +190,20 @@ def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteS
     )
 
 
+def _in_parts(source: KernelSource, shape: RewriteShape) -> bool:
+    """Whether each product waits for what it is made of: parts of fp32, features one by one."""
+    if source.name == "whole":
+        return True
+    return source.name == "rewrite" and (shape.echo or shape.dtype == torch.float32)
+
+
 def _matrix(source: KernelSource, target: str) -> str | None:
     """Where it is not what the config states: F A has as many rows as there are tokens."""
     if source.name == "prepare":
         return "fma"
+    if source.name == "whole":  # Fᵀ E has a row for each of dk features, y one for each query
+        rows = max(int(str(source.constexprs[name])) for name in ("W", "T"))
+        return expected_matrix("wgmma" if rows >= WGMMA else "mma", target)
     tall = source.name == "rewrite" and int(str(source.constexprs["M"])) >= WGMMA
     return expected_matrix("wgmma", target) if tall else None
 
@@ -214,12 +226,14 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
     )
     with use_config(space, config), runtime.record_launches() as sources:
         triton.fwd(shape, given)
-    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read"}[space]
+    tight = expected_matrix("wgmma", target) == "mma"  # operands of products are in registers
+    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read", SPACE_WHOLE: "whole"}[space]
     return [
         CompileCase(
             space.op, space.pass_, config, source,
             matrix=_matrix(source, target),
-            max_stack=MAX_STACK.get((source.name, expected_matrix("wgmma", target)), 0),
+            max_stack=MAX_STACK.get(source.name, 0) if tight or _in_parts(source, shape) else 0,
+            serial=_in_parts(source, shape),
         )
         for source in sources
         if isinstance(source, KernelSource) and source.name in ("prepare", name)

@@ -16,6 +16,7 @@ import torch
 from fastweights import ops, reference
 from fastweights.autotune import Device, use_config
 from fastweights.ops import alloc
+from fastweights.ops.delta_rewrite import triton as backend
 from fastweights.ops.delta_rewrite import triton_spaces as spaces
 from fastweights.ops.delta_rewrite import tuning
 from helpers import contracts, inputs, oracle
@@ -98,6 +99,8 @@ def test_rules(case: Case, dtype: str, device: torch.device) -> None:
 SERVED = [
     BASE.but(batch=2, tokens=128, reads=150, values=300),
     BASE.but(batch=2, tokens=10, reads=300, values=768),
+    BASE.but(batch=2, tokens=17, reads=300, values=768),
+    BASE.but(batch=2, tokens=0, reads=300, values=300),
     BASE.but(batch=2, tokens=40, width=30, values=61, reads=70),
     BASE.but(batch=2, tokens=9, width=9, values=20, reads=17),
     BASE.but(batch=2, tokens=70, width=128, values=130, reads=40),
@@ -113,7 +116,7 @@ def test_every_config(case: Case, dtype: str, device: torch.device) -> None:
     )
     shape = shape_of(case, DTYPES[dtype], device)
     with oracle.collected() as failures:
-        for space in tuning.SPACES:
+        for space in backend.spaces(shape).values():
             for config in contracts.every_config(space, shape):
                 found = truth.measure(OP).report()
                 failures += [f"{space.name} {config.name} {line}" for line in found]
@@ -192,7 +195,6 @@ def test_gradients_behind_a_forward_of_these_kernels(
     dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As "auto" will run them: forward here, backward in eager."""
-    backend = importlib.import_module("fastweights.ops.delta_rewrite.triton")
     monkeypatch.setattr(backend, "yields", lambda shape, arch: None)
     case = BASE.but(heads=2)
     given = case.arguments(0, DTYPES[dtype], device)
@@ -207,7 +209,6 @@ def test_an_echo_recovers_the_state(
     dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through 32 segments written by these kernels: what is taken off is what was added."""
-    backend = importlib.import_module("fastweights.ops.delta_rewrite.triton")
     monkeypatch.setattr(backend, "yields", lambda shape, arch: None)
     case = Case(batch=1, heads=1, width=64, values=96, tokens=10, reads=None)
     state = torch.zeros(1, 1, case.wide, 96, device=device)
@@ -240,12 +241,14 @@ def pooled(case: Case, dtype: torch.dtype, slots: list[int], device: torch.devic
     return given | {"slots": torch.tensor(slots, device=device)}
 
 
+@pytest.mark.parametrize("tokens", [10, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_place_is_the_functional_call(dtype: str, device: torch.device) -> None:
+def test_in_place_is_the_functional_call(dtype: str, tokens: int, device: torch.device) -> None:
     """Bits of rows and slots, those that nobody names; NaN in skipped rows; every config."""
-    case = BASE.but(values=300)
+    case = BASE.but(values=300, tokens=tokens)
     shape = shape_of(case, DTYPES[dtype], device)
-    for config in contracts.every_config(spaces.SPACE_WRITE, shape):
+    space = spaces.SPACE_WHOLE if spaces.is_whole(shape) else spaces.SPACE_WRITE
+    for config in contracts.every_config(space, shape):
         given = pooled(case, DTYPES[dtype], [4, -1, 0, 8, -1], device)
         first = torch.tensor([False, True, True, False, False], device=device)
         live = given["slots"] >= 0
