@@ -1,4 +1,7 @@
-"""Triton backend: the launchers of the forward, in place and not; kernels in `triton_kernels`."""
+"""Triton backend: the launchers of the forward, in place and not; kernels in `triton_kernels`.
+
+Those of the backward are in `triton_back`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,14 @@ from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
+from . import triton_back_spaces as back_spaces
 from .op import RewriteShape, RewriteTensors
+from .triton_back import bwd, rebuild
 from .triton_spaces import KERNELS, OP, PREPARE_CONFIG, SPACE_READ, SPACE_WRITE, bucket, refusal
 
-SPACE_FWD, SPACE_BWD = SPACE_WRITE, None
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "rebuild", "spaces", "supports", "yields"]
+
+SPACE_FWD, SPACE_BWD = SPACE_WRITE, back_spaces.SPACE_BACK
 
 
 def supports(shape: RewriteShape, arch: str) -> str | None:
@@ -27,8 +34,8 @@ def supports(shape: RewriteShape, arch: str) -> str | None:
         return f"{arch} is older than sm_80"
     reason = refusal(shape)
     if reason is None:
-        for space in spaces(shape).values():
-            if not space.fitting(bucket(shape), device):
+        for space in (_back_spaces if shape.backward else _forward_spaces)(shape).values():
+            if not space.fitting(space.bucket(shape), device):
                 return f"no config of {space.name} fits into the shared memory of {arch}"
     return reason
 
@@ -39,9 +46,20 @@ def yields(shape: RewriteShape, arch: str) -> str | None:
 
 
 def spaces(shape: RewriteShape) -> dict[str, Space]:
-    """The config spaces of what a call launches: nothing writes without tokens."""
+    """The config spaces of what a call and its backward launch: nothing writes without tokens."""
+    return _forward_spaces(shape) | _back_spaces(shape)
+
+
+def _forward_spaces(shape: RewriteShape) -> dict[str, Space]:
     found = {"fwd": SPACE_WRITE} if shape.tokens else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
+
+
+def _back_spaces(shape: RewriteShape) -> dict[str, Space]:
+    if shape.pool:
+        return {}
+    found = {"bwd": back_spaces.SPACE_BACK} if shape.tokens else {}
+    return found | ({"bwd_read": back_spaces.SPACE_BACK_READS} if shape.reads else {})
 
 
 def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None, ...]:

@@ -57,8 +57,6 @@ def bucket(shape: RewriteShape) -> Key:
 
 def refusal(shape: RewriteShape) -> str | None:
     """None, or why no kernel serves this call."""
-    if shape.backward:
-        return "has no backward of this op yet"
     if shape.sequential and shape.tokens > 1:
         return "writes tokens in parallel mode alone"
     limits = (

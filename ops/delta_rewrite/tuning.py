@@ -17,9 +17,10 @@ from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
 from . import delta_rewrite, triton
 from .op import RewriteShape, RewriteTensors
+from .triton_back_spaces import SPACE_BACK, SPACE_BACK_READS
 from .triton_spaces import OP, SPACE_READ, SPACE_WRITE, WGMMA
 
-SPACES = (SPACE_WRITE, SPACE_READ)
+SPACES = (SPACE_WRITE, SPACE_READ, SPACE_BACK, SPACE_BACK_READS)
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,24 @@ PROBLEMS = (
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
          (16, 100, 8, 16))  # fmt: skip
 # Bytes that a kernel may spill, with wgmma and without: `rewrite` in configs that are no default.
-MAX_STACK = {("rewrite", "wgmma"): 96, ("rewrite", "mma"): 2400, ("read", "mma"): 8}
+MAX_STACK = {
+    ("rewrite", "wgmma"): 96, ("rewrite", "mma"): 2400, ("read", "mma"): 8,
+    ("rows_back", "wgmma"): 16, ("rows_back", "mma"): 16, ("contract", "wgmma"): 8,
+    ("answer", "wgmma"): 8,
+}  # fmt: skip
+# Which kernels have the configs of a space; the rest, of rows, are seen with each.
+_KERNELS = {
+    SPACE_WRITE: ("prepare", "rewrite"),
+    SPACE_READ: ("prepare", "read"),
+    SPACE_BACK: ("describe", "add_rows", "look", "outer", "contract", "rows_back"),
+    SPACE_BACK_READS: ("answer", "outer"),
+}
+_OF_ROWS = ("prepare", "describe", "add_rows", "rows_back")
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32},
     {"channels": True, "first": True, "pool": 32},
+    {"channels": True, "first": True, "full": True},
     {"normalize": False, "eps_norm": 1e-5, "correction": False},
     {"denominator": False, "order": 2},
     {"echo": True, "aligned": False},
@@ -161,7 +175,7 @@ def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, Rewr
     if not quick:
         for rules in _VARIANTS:
             shape = replace(_compile_shape(*SIZES[1]), **rules)
-            for space in SPACES:
+            for space in SPACES if not shape.pool else SPACES[:2]:
                 yield space, space.default(space.bucket(shape), device), shape
 
 
@@ -190,9 +204,16 @@ def _compile_shape(tokens: int, reads: int, width: int, values: int) -> RewriteS
 
 def _matrix(source: KernelSource, target: str) -> str | None:
     """Where it is not what the config states: F A has as many rows as there are tokens."""
-    if source.name == "prepare":
+    if source.name in _OF_ROWS:
         return "fma"
-    tall = source.name == "rewrite" and int(str(source.constexprs["M"])) >= WGMMA
+    rows = {"rewrite": "M", "look": "M", "contract": "M", "outer": "K"}.get(source.name)
+    if rows is None:
+        return None
+    tall = int(str(source.constexprs[rows])) >= WGMMA
+    if source.name != "rewrite" and not tall:
+        return "mma"
+    if source.name == "outer" and not source.constexprs["GATED"]:
+        return None
     return expected_matrix("wgmma", target) if tall else None
 
 
@@ -213,8 +234,10 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
         slots=meta(shape.batch, dtype=torch.int64) if shape.pool else None,
     )
     with use_config(space, config), runtime.record_launches() as sources:
-        triton.fwd(shape, given)
-    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read"}[space]
+        if space in (SPACE_WRITE, SPACE_READ):
+            triton.fwd(shape, given)
+        else:
+            _record_backward(replace(shape, backward=True), given)
     return [
         CompileCase(
             space.op, space.pass_, config, source,
@@ -222,5 +245,24 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
             max_stack=MAX_STACK.get((source.name, expected_matrix("wgmma", target)), 0),
         )
         for source in sources
-        if isinstance(source, KernelSource) and source.name in ("prepare", name)
+        if isinstance(source, KernelSource) and _of_space(space, source)
     ]  # fmt: skip
+
+
+def _of_space(space: Space, source: KernelSource) -> bool:
+    """`outer` has a config of each space of the backward: of tokens it has a gate."""
+    if source.name == "outer" and source.constexprs["GATED"] != (space is SPACE_BACK):
+        return False
+    return source.name in _KERNELS[space]
+
+
+def _record_backward(shape: RewriteShape, given: RewriteTensors) -> None:
+    """With an echo the state is formed again, too."""
+    like_y = (shape.batch, shape.reads, shape.heads, shape.values)
+    d_y = torch.empty(like_y, dtype=shape.dtype, device="meta")
+    change = None
+    if shape.echo:
+        rows = (shape.batch, shape.heads, shape.tokens, shape.values)
+        change = torch.empty(rows, device="meta")
+        triton.rebuild(shape, given, change)
+    triton.bwd(shape, d_y, given.state, given.normalizer, given, change)
