@@ -14,6 +14,7 @@ from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
 from . import triton_back_spaces as back_spaces
+from . import triton_sequential
 from .op import RewriteShape, RewriteTensors
 from .triton_back import bwd, rebuild
 from .triton_spaces import KERNELS, OP, PREPARE_CONFIG, SPACE_READ, SPACE_WRITE, bucket, refusal
@@ -51,12 +52,14 @@ def spaces(shape: RewriteShape) -> dict[str, Space]:
 
 
 def _forward_spaces(shape: RewriteShape) -> dict[str, Space]:
-    found = {"fwd": SPACE_WRITE} if shape.tokens else {}
+    # What writes tokens one after another has a config by a rule.
+    written = shape.tokens == 1 or (shape.tokens and not shape.sequential)
+    found = {"fwd": SPACE_WRITE} if written else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
 
 
 def _back_spaces(shape: RewriteShape) -> dict[str, Space]:
-    if shape.pool:
+    if shape.pool or (shape.sequential and shape.tokens > 1):
         return {}
     found = {"bwd": back_spaces.SPACE_BACK} if shape.tokens else {}
     return found | ({"bwd_read": back_spaces.SPACE_BACK_READS} if shape.reads else {})
@@ -73,7 +76,8 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
     after: tuple[torch.Tensor | None, ...] = (None, None)
     change = None
     if shape.tokens:
-        memory, change = call.write()
+        one_by_one = shape.sequential and shape.tokens > 1
+        memory, change = triton_sequential.write(shape, given) if one_by_one else call.write()
         after = memory if given.slots is None else after
     y = None if given.q is None else call.read(*memory)
     return y, *after, change

@@ -7,6 +7,7 @@ goes through memory: both are read by products over columns, which no block of c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,43 @@ def rebuild(shape: RewriteShape, given: RewriteTensors, change: Tensor) -> Tenso
     return before
 
 
+def describe_alone(shape: RewriteShape, k: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(k) (B·H, M, P) and ‖φ(k)‖² + eps_norm (B·H, M) in fp32, whatever the memory holds."""
+    rows = _Rows(shape, k, torch.float32)
+    # Without denominators nothing of a memory is looked at; k stands in its place.
+    _describe(replace(shape, denominator=False), rows, k, {"first": None, "heads": shape.heads})
+    return rows.features, rows.size
+
+
+def _describe(
+    shape: RewriteShape, rows: _Rows, normalizer: Tensor, common: dict[str, Any], *,
+    keys: bool = True, first: bool = False,
+) -> None:  # fmt: skip
+    """`first`: nothing is in the memories of rows that are."""
+    tiles = -(-rows.count // ROWS["R"])
+    arguments = common | rows.arguments | {
+        "normalizer": normalizer, "features": rows.features, "inverse": rows.inverse,
+        "gamma": rows.gamma, "found": rows.found, "size": rows.size,
+        "tiles": tiles, "eps": shape.eps, "eps_norm": shape.eps_norm,
+        **_strides("z", normalizer, "bh"),
+    }  # fmt: skip
+    constants = {
+        "KEYS": keys,
+        "FIRST": first,
+        "NORMALIZE": shape.normalize,
+        "DENOMINATOR": shape.denominator,
+        "CORRECTION": shape.correction,
+        "WIDTH": shape.width,
+        "WIDE": shape.wide,
+        "W": runtime.padded(shape.width),
+        "R": ROWS["R"],
+        "K": ROWS["K"],
+    }
+    programs = tiles * shape.batch * shape.heads
+    kernel = BACK_KERNELS, "describe"
+    runtime.launch(OP, kernel, programs, shape.device, ROWS, arguments, constants)
+
+
 def _strides(letter: str, x: Tensor, axes: str) -> dict[str, int]:
     return {f"stride_{letter}{axis}": x.stride(dim) for dim, axis in enumerate(axes)}
 
@@ -62,13 +100,15 @@ def _strides(letter: str, x: Tensor, axes: str) -> dict[str, int]:
 class _Rows:
     """Keys or queries: what `describe` leaves of them."""
 
-    def __init__(self, call: _Back, x: Tensor, kind: torch.dtype) -> None:
-        shape = call.shape
+    def __init__(self, shape: RewriteShape, x: Tensor, kind: torch.dtype) -> None:
+        def fresh(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return empty(size, dtype=dtype, device=shape.device)
+
         self.x, self.count = last_contiguous(x), x.shape[1]
         rows = shape.batch * shape.heads, self.count
-        self.features = call.empty(*rows, shape.wide, dtype=kind)
-        self.units, self.factors, self.inverse = (call.empty(*rows) for _ in range(3))
-        self.gamma, self.found, self.size, self.weights = (call.empty(*rows) for _ in range(4))
+        self.features = fresh(*rows, shape.wide, dtype=kind)
+        self.units, self.factors, self.inverse = (fresh(*rows) for _ in range(3))
+        self.gamma, self.found, self.size, self.weights = (fresh(*rows) for _ in range(4))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -97,10 +137,10 @@ class _Back:
         if shape.tokens:
             # With an echo the products are those of the forward, which took fp32.
             kind = torch.float32 if self.echo else shape.dtype
-            self.keys = _Rows(self, given.k, kind)
+            self.keys = _Rows(shape, given.k, kind)
         if shape.reads and given.q is not None:
             self.read_config = choose(SPACE_BACK_READS, bucket(shape), here)
-            self.queries = _Rows(self, given.q, shape.dtype)
+            self.queries = _Rows(shape, given.q, shape.dtype)
 
     def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return empty(size, dtype=dtype, device=self.device)
@@ -175,30 +215,7 @@ class _Back:
 
     def describe_keys(self) -> None:
         """φ of keys, and what each of them has met."""
-        self._describe(self.keys, self.normalizer, keys=True)
-
-    def _describe(self, rows: _Rows, normalizer: Tensor, *, keys: bool) -> None:
-        shape = self.shape
-        tiles = -(-rows.count // ROWS["R"])
-        arguments = rows.arguments | {
-            "normalizer": normalizer, "features": rows.features, "inverse": rows.inverse,
-            "gamma": rows.gamma, "found": rows.found, "size": rows.size,
-            "tiles": tiles, "eps": shape.eps, "eps_norm": shape.eps_norm,
-            **_strides("z", normalizer, "bh"),
-        }  # fmt: skip
-        constants = {
-            "KEYS": keys,
-            "FIRST": self.held and (keys or shape.tokens == 0),
-            "NORMALIZE": shape.normalize,
-            "DENOMINATOR": shape.denominator,
-            "CORRECTION": shape.correction,
-            "WIDTH": shape.width,
-            "WIDE": shape.wide,
-            "W": runtime.padded(shape.width),
-            "R": ROWS["R"],
-            "K": ROWS["K"],
-        }
-        self.launch("describe", tiles * self.heads, ROWS, arguments, constants)
+        _describe(self.shape, self.keys, self.normalizer, self.arguments, first=self.held)
 
     def add(
         self, rows: _Rows | None, weights: Tensor, base: Tensor | None, out: Tensor, *,
@@ -238,7 +255,8 @@ class _Back:
         shape, queries, config = self.shape, self.queries, self.read_config
         alone = shape.tokens == 0
         assert d_q is not None
-        self._describe(queries, after, keys=False)
+        first = self.held and alone
+        _describe(shape, queries, after, self.arguments, keys=False, first=first)
         tiles = -(-queries.count // config["T"])
         blocks, parts = -(-shape.values // config["C"]), -(-shape.wide // config["K"])
         got = self.empty(self.heads, queries.count, shape.wide)

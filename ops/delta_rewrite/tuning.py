@@ -15,7 +15,7 @@ from ... import reference
 from ...autotune.compile import CompileCase, KernelSource, expected_matrix, target_device
 from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
-from . import delta_rewrite, triton
+from . import delta_rewrite, triton, triton_sequential
 from .op import RewriteShape, RewriteTensors
 from .triton_back_spaces import SPACE_BACK, SPACE_BACK_READS
 from .triton_spaces import OP, SPACE_READ, SPACE_WRITE, WGMMA
@@ -110,6 +110,8 @@ PROBLEMS = (
 
 # ---- compile reports ----------------------------------------------------------------------------
 
+SEQUENTIAL = "sequential"  # in the place of a pass: its kernels have no space
+
 # Every config that fits one of these (M, Tq, dk, Dv) is compiled once; the first two are compiled
 # whole.
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
@@ -151,7 +153,23 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
         for space, config, shape in _compiled(device, quick):
             for case in _recorded(space, config, shape, target):
                 cases.setdefault((config, repr(case.source)), case)
+        for case in [] if quick else _one_by_one():
+            cases.setdefault((case.config, repr(case.source)), case)
     return list(cases.values())
+
+
+def _one_by_one() -> Iterator[CompileCase]:
+    """What writes tokens one after another, in the configs that the rule gives."""
+    for width, rules in ((64, {}), (8, {"first": True, "channels": True}), (128, {"pool": 32})):
+        shape = replace(_compile_shape(10, 0, width, 768), sequential=True, **rules)
+        with runtime.record_launches() as sources:
+            triton.fwd(shape, _meta(shape))
+        for source in sources:
+            if isinstance(source, KernelSource) and source.name in ("numbers", "chain"):
+                config = triton_sequential.chain_config(shape)
+                if source.name == "numbers":
+                    config = triton_sequential.NUMBERS
+                yield CompileCase(OP, SEQUENTIAL, config, source, matrix="fma")
 
 
 def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, RewriteShape]]:
@@ -217,13 +235,15 @@ def _matrix(source: KernelSource, target: str) -> str | None:
     return expected_matrix("wgmma", target) if tall else None
 
 
-def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) -> list[CompileCase]:
+def _meta(shape: RewriteShape) -> RewriteTensors:
+    """A call's tensors, without numbers."""
+
     def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
     rows, pad = (shape.batch, shape.tokens, shape.heads), 0 if shape.aligned else 1
     memory = (shape.pool or shape.batch, shape.heads, shape.wide)
-    given = RewriteTensors(
+    return RewriteTensors(
         k=meta(*rows, shape.width, dtype=shape.dtype),
         v=meta(*rows, shape.values, dtype=shape.dtype),
         beta=meta(*rows, *[shape.values] * shape.channels),
@@ -233,6 +253,10 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
         first=meta(shape.batch, dtype=torch.bool) if shape.first else None,
         slots=meta(shape.batch, dtype=torch.int64) if shape.pool else None,
     )
+
+
+def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) -> list[CompileCase]:
+    given = _meta(shape)
     with use_config(space, config), runtime.record_launches() as sources:
         if space in (SPACE_WRITE, SPACE_READ):
             triton.fwd(shape, given)

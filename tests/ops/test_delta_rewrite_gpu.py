@@ -100,6 +100,26 @@ def test_rules(case: Case, dtype: str, device: torch.device) -> None:
     check(case, DTYPES[dtype], device)
 
 
+IN_TURN = [
+    BASE.but(mode="sequential"),
+    BASE.but(mode="sequential", channels=True, heads=3, values=100, tokens=33),
+    BASE.but(mode="sequential", normalize=False, width=21, values=17),
+    BASE.but(mode="sequential", denominator=False, order=2, tokens=128, reads=None),
+    BASE.but(mode="sequential", correction=False, order=4, width=128, values=61),
+    BASE.but(mode="sequential", tokens=128, values=300, width=8, first=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", IN_TURN, ids=lambda case: case.name)
+def test_tokens_one_after_another(case: Case, dtype: str, device: torch.device) -> None:
+    """The forward; its backward is eager's."""
+    oracle.check_op(
+        OP, reference.delta_rewrite, case.arguments, DTYPES[dtype], device, seeds=(0, 1),
+        grads=False, label=case.name,
+    )  # fmt: skip
+
+
 # Each config serves one of these; M is what tells kernels of one config apart most.
 SERVED = [
     BASE.but(batch=2, tokens=128, reads=150, values=300),
