@@ -34,7 +34,7 @@ dispatch = importlib.import_module("fastweights.ops.dispatch")
 CPU = torch.device("cpu")
 FP32, FP16 = torch.float32, torch.float16
 OP = partial(ops.delta_rewrite, backend="triton")
-BASE = Case(batch=2, first=True, values=20)
+BASE = Case(batch=2, heads=1, tokens=4, reads=5, width=3, values=10, first=True)
 
 
 @contextlib.contextmanager
@@ -57,18 +57,17 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 
 CASES = [
-    (BASE.but(heads=1), FP16),
-    (BASE.but(channels=True, gamma_grad="full"), FP32),
-    (BASE.but(normalize=False, order=2, gamma_grad="full", heads=1), FP32),
-    (BASE.but(denominator=False, order=2, heads=1), FP32),
-    (BASE.but(correction=False, order=4, width=3, heads=1), FP16),
-    (BASE.but(tokens=1, mode="sequential", heads=1), FP32),
-    (BASE.but(tokens=17, reads=None, heads=1), FP16),
-    (BASE.but(tokens=0, heads=1), FP32),
-    (BASE.but(tokens=0, denominator=False, heads=1), FP16),
-    (BASE.but(reads=0, heads=1), FP32),
-    (BASE.but(batch=1, heads=1, reads=33, width=1, values=1, order=1, first=False), FP32),
-    (BASE.but(batch=1, heads=1, width=9, values=33, tokens=17, reads=17, first=False), FP32),
+    (BASE.but(values=18), FP16),
+    (BASE.but(channels=True, gamma_grad="full", heads=2, first=False, batch=1), FP32),
+    (BASE.but(normalize=False, order=2, gamma_grad="full"), FP32),
+    (BASE.but(denominator=False, order=2, batch=1, first=False), FP32),
+    (BASE.but(correction=False, order=4, batch=1, first=False), FP16),
+    (BASE.but(tokens=1, mode="sequential"), FP32),
+    (BASE.but(tokens=17, reads=None, batch=1, first=False), FP16),
+    (BASE.but(tokens=0), FP32),
+    (BASE.but(tokens=0, denominator=False, batch=1, first=False), FP16),
+    (BASE.but(reads=0, batch=1, first=False, values=33, width=7), FP32),
+    (BASE.but(batch=1, reads=17, width=1, values=1, order=1, first=False), FP32),
 ]
 
 
@@ -83,17 +82,18 @@ def test_rules_and_sizes(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_every_config(dtype: torch.dtype) -> None:
     """With rows and columns that no tile divides, and columns in several runs."""
-    case = BASE.but(batch=1, heads=1, first=False, width=11, values=66, tokens=3, reads=5)
+    case = BASE.but(batch=1, first=False, width=11, values=66, tokens=3, reads=5)
     truth = oracle.Oracle(
         reference.delta_rewrite, case.arguments, dtype, CPU, seeds=(0,)
     )  # fmt: skip
     shape = dispatch.planned(ops.delta_rewrite, **case.arguments(0, dtype, CPU))[1]
     tried = 0
-    for space in (spaces.SPACE_BACK, spaces.SPACE_BACK_READS):
+    searched = [spaces.SPACE_BACK_READS] + [spaces.SPACE_BACK] * (dtype == FP32)
+    for space in searched:
         for config in contracts.every_config(space, shape):
             truth.check(OP, config.name)
             tried += 1
-    assert tried >= 11
+    assert tried >= (11 if dtype == FP32 else 7)
 
 
 def chain(given: list[dict[str, Any]], *, echo: bool, backend: str = "triton") -> oracle.Tensors:
@@ -122,8 +122,8 @@ def chain(given: list[dict[str, Any]], *, echo: bool, backend: str = "triton") -
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_an_echo_gives_the_same_gradients(dtype: torch.dtype) -> None:
-    case = Case(batch=2, heads=1, values=20)
-    given = [case.arguments(s, dtype, CPU) for s in range(3)]
+    case = BASE.but(batch=1, first=False, tokens=5)
+    given = [case.arguments(s, dtype, CPU) for s in range(2)]
     with alloc.poison():
         kept, rebuilt = (chain(given, echo=echo) for echo in (False, True))
     # In 16 bits the keys of the two differ: the echo takes those of fp32.
@@ -133,7 +133,7 @@ def test_an_echo_gives_the_same_gradients(dtype: torch.dtype) -> None:
 
 
 def test_views_and_expanded_gradients() -> None:
-    case = BASE.but(channels=True, heads=1)
+    case = BASE.but(channels=True)
     given = case.arguments(0, FP32, CPU)
     other = dict(given)
     for name in (*WRITTEN, *MEMORY, "q"):
@@ -144,7 +144,7 @@ def test_views_and_expanded_gradients() -> None:
 
 
 def test_repeated_runs_have_equal_bits_and_leave_what_is_given() -> None:
-    given = BASE.but(heads=1).arguments(0, FP16, CPU)
+    given = BASE.but(tokens=7).arguments(0, FP16, CPU)
     contracts.check_backward_twice(OP, given)
     contracts.check_grad_out_untouched(OP, given)
 
@@ -152,7 +152,7 @@ def test_repeated_runs_have_equal_bits_and_leave_what_is_given() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_keys_without_a_feature(normalize: bool) -> None:
     """Zeros, and a number without a neighbour; no division by zero gets out."""
-    given = BASE.but(normalize=normalize, first=False, heads=1).arguments(0, FP32, CPU)
+    given = BASE.but(normalize=normalize, first=False, tokens=7).arguments(0, FP32, CPU)
     for name in ("k", "q"):
         given[name][:, 2] = 0
         given[name][:, 4] = 0
@@ -168,7 +168,7 @@ def test_keys_without_a_feature(normalize: bool) -> None:
 def test_nothing_to_do() -> None:
     """No rows, no heads, neither tokens nor queries."""
     for case in (
-        BASE.but(batch=0, first=False), BASE.but(heads=0), BASE.but(tokens=0, reads=0, heads=1)
+        BASE.but(batch=0, first=False), BASE.but(heads=0), BASE.but(tokens=0, reads=0)
     ):  # fmt: skip
         given = case.arguments(0, FP32, CPU)
         found = []
