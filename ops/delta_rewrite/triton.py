@@ -1,6 +1,6 @@
 """Triton backend: the launchers of the forward, in place and not; kernels in `triton_kernels`.
 
-Those of the backward are in `triton_back`.
+Those of the backward are in `triton_back` and `triton_sequential_back`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ..checks import aligned, last_contiguous
 from . import triton_back_spaces as back_spaces
 from . import triton_sequential
 from .op import RewriteShape, RewriteTensors
-from .triton_back import bwd, rebuild
+from .triton_back import bwd as parallel_bwd
+from .triton_back import rebuild
+from .triton_sequential_back import bwd as sequential_bwd
 from .triton_spaces import KERNELS, OP, PREPARE_CONFIG, SPACE_READ, SPACE_WRITE, bucket, refusal
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "rebuild", "spaces", "supports", "yields"]
@@ -53,15 +55,16 @@ def spaces(shape: RewriteShape) -> dict[str, Space]:
 
 def _forward_spaces(shape: RewriteShape) -> dict[str, Space]:
     # What writes tokens one after another has a config by a rule.
-    written = shape.tokens == 1 or (shape.tokens and not shape.sequential)
+    written = shape.tokens and not _one_by_one(shape)
     found = {"fwd": SPACE_WRITE} if written else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
 
 
 def _back_spaces(shape: RewriteShape) -> dict[str, Space]:
-    if shape.pool or (shape.sequential and shape.tokens > 1):
+    if shape.pool:
         return {}
-    found = {"bwd": back_spaces.SPACE_BACK} if shape.tokens else {}
+    written = shape.tokens and (shape.echo or not _one_by_one(shape))
+    found = {"bwd": back_spaces.SPACE_BACK} if written else {}
     return found | ({"bwd_read": back_spaces.SPACE_BACK_READS} if shape.reads else {})
 
 
@@ -76,11 +79,27 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
     after: tuple[torch.Tensor | None, ...] = (None, None)
     change = None
     if shape.tokens:
-        one_by_one = shape.sequential and shape.tokens > 1
+        one_by_one = _one_by_one(shape)
         memory, change = triton_sequential.write(shape, given) if one_by_one else call.write()
         after = memory if given.slots is None else after
     y = None if given.q is None else call.read(*memory)
     return y, *after, change
+
+
+def bwd(
+    shape: RewriteShape, d_y: torch.Tensor, d_state: torch.Tensor, d_normalizer: torch.Tensor,
+    given: RewriteTensors, change: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of k, v, beta, state, normalizer and q; None if there are no queries.
+
+    `change` is E if it was saved.
+    """
+    run = sequential_bwd if _one_by_one(shape) else parallel_bwd
+    return run(shape, d_y, d_state, d_normalizer, given, change)
+
+
+def _one_by_one(shape: RewriteShape) -> bool:
+    return shape.sequential and shape.tokens > 1
 
 
 def _strides(letter: str, x: torch.Tensor, axes: str) -> dict[str, int]:

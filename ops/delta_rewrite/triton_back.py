@@ -38,7 +38,7 @@ def bwd(
 
     `change` is E if it was saved.
     """
-    return _Back(shape, given, change).run(d_y, d_state, d_normalizer)
+    return Back(shape, given, change).run(d_y, d_state, d_normalizer)
 
 
 def rebuild(shape: RewriteShape, given: RewriteTensors, change: Tensor) -> Tensor:
@@ -46,10 +46,12 @@ def rebuild(shape: RewriteShape, given: RewriteTensors, change: Tensor) -> Tenso
 
     The same products as in the forward, and as exact: what is taken off is what was added.
     """
-    back = _Back(shape, given, change)
+    back = Back(shape, given, change)
     back.describe_keys()
     before = back.like_state()
     precision = runtime.precision(torch.float32, shape.device)
+    if shape.sequential and shape.tokens > 1 and precision == "tf32":
+        precision = "bf16x6"  # tokens one after another are written without tensor cores
     back.of_tokens(
         given.state, given.beta, change, before, minus=True, zero=True, precision=precision
     )
@@ -74,7 +76,7 @@ def _describe(
         "normalizer": normalizer, "features": rows.features, "inverse": rows.inverse,
         "gamma": rows.gamma, "found": rows.found, "size": rows.size,
         "tiles": tiles, "eps": shape.eps, "eps_norm": shape.eps_norm,
-        **_strides("z", normalizer, "bh"),
+        **strides("z", normalizer, "bh"),
     }  # fmt: skip
     constants = {
         "KEYS": keys,
@@ -93,7 +95,8 @@ def _describe(
     runtime.launch(OP, kernel, programs, shape.device, ROWS, arguments, constants)
 
 
-def _strides(letter: str, x: Tensor, axes: str) -> dict[str, int]:
+def strides(letter: str, x: Tensor, axes: str) -> dict[str, int]:
+    """Of the leading dimensions of x, as kernels call them."""
     return {f"stride_{letter}{axis}": x.stride(dim) for dim, axis in enumerate(axes)}
 
 
@@ -116,10 +119,10 @@ class _Rows:
         found = {
             "x": self.x, "units": self.units, "factors": self.factors, "count": self.count
         }  # fmt: skip
-        return found | _strides("x", self.x, "bmh")
+        return found | strides("x", self.x, "bmh")
 
 
-class _Back:
+class Back:
     """One call's tensors as the kernels take them, and its launches."""
 
     def __init__(self, shape: RewriteShape, given: RewriteTensors, change: Tensor | None) -> None:
@@ -143,15 +146,18 @@ class _Back:
             self.queries = _Rows(shape, given.q, shape.dtype)
 
     def empty(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Where results go."""
         return empty(size, dtype=dtype, device=self.device)
 
     def like_state(self) -> Tensor:
+        """(B, H, P, Dv) in fp32."""
         return self.empty(*self.shape.state)
 
     def launch(
         self, kernel: str, programs: int, config: Config, arguments: dict[str, Any],
         constants: dict[str, Any],
     ) -> None:  # fmt: skip
+        """Run a kernel of the backward."""
         runtime.launch(
             OP, (BACK_KERNELS, kernel), programs, self.device, config, self.arguments | arguments,
             constants,
@@ -168,6 +174,7 @@ class _Back:
     # ---- the whole of it ------------------------------------------------------------------------
 
     def run(self, d_y: Tensor, d_state: Tensor, d_normalizer: Tensor) -> tuple[Tensor | None, ...]:
+        """All gradients, of tokens that are written in parallel."""
         shape, given = self.shape, self.given
         k, v, beta, q = given.k, given.v, given.beta, given.q
         d_k, d_v, d_beta = (
@@ -229,7 +236,7 @@ class _Back:
             taken = taken | {"count": 0}
         arguments = taken | {
             "weights": weights, "base": base, "out": out, "parts": parts,
-            **_strides("z", out if base is None else base, "bh"),
+            **strides("z", out if base is None else base, "bh"),
         }  # fmt: skip
         constants = {
             "BASED": base is not None,
@@ -260,7 +267,7 @@ class _Back:
         tiles = -(-queries.count // config["T"])
         blocks, parts = -(-shape.values // config["C"]), -(-shape.wide // config["K"])
         got = self.empty(self.heads, queries.count, shape.wide)
-        of_rows = _strides("y", d_y, "bmh")
+        of_rows = strides("y", d_y, "bmh")
         common = {
             "VALUES": shape.values,
             "WIDE": shape.wide,
@@ -273,7 +280,7 @@ class _Back:
         }
         arguments = {
             "d_y": d_y, "state": behind, "out": got, "parts": parts, "tiles": tiles,
-            "count": queries.count, **of_rows, **_strides("a", behind, "bhp"),
+            "count": queries.count, **of_rows, **strides("a", behind, "bhp"),
         }  # fmt: skip
         constants = common | {"HELD": self.held and alone, "ALIGNED": aligned(behind)}
         self.launch("answer", parts * tiles * self.heads, config, arguments, constants)
@@ -283,7 +290,7 @@ class _Back:
             "features": queries.features, "y": d_y, "gate": None, "base": base, "out": d_behind,
             "blocks": blocks, "parts": parts, "count": queries.count, **of_rows,
             "stride_gb": 0, "stride_gm": 0, "stride_gh": 0,
-            **_strides("a", d_behind if base is None else base, "bhp"),
+            **strides("a", d_behind if base is None else base, "bhp"),
         }  # fmt: skip
         constants = common | {
             "BASED": base is not None,
@@ -296,7 +303,7 @@ class _Back:
             "FEATURES": shape.wide * shape.dtype.itemsize % 16 == 0,
         }
         self.launch("outer", blocks * parts * self.heads, config, arguments, constants)
-        self._rows_back(queries, got, after, d_q)
+        self.rows_back(queries, got, after, d_q)
         d_after = self.empty(*shape.state[:3])
         if not alone and not shape.denominator:
             return d_behind, d_normalizer
@@ -317,7 +324,7 @@ class _Back:
         v = last_contiguous(self.given.v)
         self._look(
             self.state, self.change,
-            {"v": v, "change": None, "d_v": None, "d_beta": None, **_strides("v", v, "bmh")},
+            {"v": v, "change": None, "d_v": None, "d_beta": None, **strides("v", v, "bmh")},
             back=False,
         )  # fmt: skip
 
@@ -345,7 +352,7 @@ class _Back:
         arguments = more | {
             "features": self.keys.features, "state": state, "inverse": self.keys.inverse,
             "beta": self.beta, "out": out, "blocks": blocks, "count": shape.tokens,
-            **_strides("g", self.beta, "bmh"), **_strides("a", state, "bhp"),
+            **strides("g", self.beta, "bmh"), **strides("a", state, "bhp"),
         }  # fmt: skip
         constants = self._common() | {
             "BACK": back,
@@ -383,7 +390,7 @@ class _Back:
             "features": self.keys.features, "y": y, "gate": gate, "base": base, "out": out,
             "blocks": blocks, "parts": parts, "count": shape.tokens,
             "stride_yb": y.stride(0), "stride_ym": y.stride(2), "stride_yh": y.stride(1),
-            **_strides("g", gate, "bmh"), **_strides("a", base, "bhp"),
+            **strides("g", gate, "bmh"), **strides("a", base, "bhp"),
         }  # fmt: skip
         constants = self._common() | {
             "BASED": True,
@@ -416,8 +423,8 @@ class _Back:
             "change": self.change, "beta": self.beta, "upstream": upstream, "d_behind": d_state,
             "state": self.state, "features": self.keys.features, "inverse": self.keys.inverse,
             "out": got, "of_w": of_w, "parts": parts, "splits": splits, "span": span,
-            "count": shape.tokens, **_strides("g", self.beta, "bmh"),
-            **_strides("a", self.state, "bhp"), **_strides("d", d_state, "bhp"),
+            "count": shape.tokens, **strides("g", self.beta, "bmh"),
+            **strides("a", self.state, "bhp"), **strides("d", d_state, "bhp"),
         }  # fmt: skip
         constants = self._common() | {
             "HELD": self.held,
@@ -427,7 +434,7 @@ class _Back:
             "M": runtime.padded(shape.tokens),
         }
         self.launch("contract", parts * splits * self.heads, config, arguments, constants)
-        self._rows_back(
+        self.rows_back(
             self.keys, got, self.normalizer, d_k, of_w=of_w, d_after=d_after.contiguous(),
             shares=shares, d_beta=d_beta,
         )  # fmt: skip
@@ -442,7 +449,7 @@ class _Back:
         span = -(-blocks // min(wanted, blocks))
         return -(-blocks // span), span * columns
 
-    def _rows_back(
+    def rows_back(
         self, rows: _Rows, got: Tensor, normalizer: Tensor, d_x: Tensor, *,
         of_w: Tensor | None = None, d_after: Tensor | None = None, shares: Tensor | None = None,
         d_beta: Tensor | None = None,
@@ -458,7 +465,7 @@ class _Back:
             "sums": 0 if of_w is None else of_w.shape[0],
             "blocks": 0 if shares is None else shares.shape[0],
             "stride_part": self.heads * rows.count * shape.wide,
-            "stride_sum": self.heads * rows.count, **_strides("z", normalizer, "bh"),
+            "stride_sum": self.heads * rows.count, **strides("z", normalizer, "bh"),
         }  # fmt: skip
         constants = {
             "KEYS": keys,

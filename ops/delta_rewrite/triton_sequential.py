@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,29 @@ def chain_config(shape: RewriteShape) -> Config:
     return Config.make(warps, 1, "fma", C=COLUMNS)
 
 
+class Walked(NamedTuple):
+    """Of tokens that were written: the memory behind them, E, and (B·H, M) numbers of each."""
+
+    state: Tensor
+    normalizer: Tensor
+    change: Tensor | None
+    features: Tensor  # (B·H, M, P)
+    size: Tensor
+    inverse: Tensor
+    gamma: Tensor | None
+    found: Tensor | None
+
+
 def write(
     shape: RewriteShape, given: RewriteTensors
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """The memory behind the tokens, and E if an echo needs it."""
+    found = walk(shape, given)
+    return (found.state, found.normalizer), found.change
+
+
+def walk(shape: RewriteShape, given: RewriteTensors) -> Walked:
+    """The forward; `shape.echo` and `shape.backward` say what is kept of it."""
     heads = shape.batch * shape.heads
     device = shape.device
 
@@ -49,6 +68,7 @@ def write(
     if slots is None:
         state_out, normalizer_out = fresh(*shape.state), fresh(*shape.state[:3])
     inverse = fresh(heads, shape.tokens)
+    gamma, found = (fresh(heads, shape.tokens) if shape.backward else None for _ in range(2))
     change = None
     if shape.echo:
         change = fresh(shape.batch, shape.heads, shape.tokens, shape.values)
@@ -64,11 +84,13 @@ def write(
     }
     arguments = common | {
         "size": size, "normalizer": normalizer, "normalizer_out": normalizer_out,
-        "eps": shape.eps,
+        "gamma": gamma, "found": found, "eps": shape.eps,
         "stride_zb": normalizer.stride(0), "stride_zh": normalizer.stride(1),
         "stride_yb": normalizer_out.stride(0), "stride_yh": normalizer_out.stride(1),
     }  # fmt: skip
-    constants = rules | {"DENOMINATOR": shape.denominator, "CORRECTION": shape.correction}
+    constants = rules | {
+        "KEEP": shape.backward, "DENOMINATOR": shape.denominator, "CORRECTION": shape.correction
+    }  # fmt: skip
     kernel = SEQUENTIAL_KERNELS, "numbers"
     runtime.launch(OP, kernel, heads, device, NUMBERS, arguments, constants)
     config = chain_config(shape)
@@ -98,4 +120,4 @@ def write(
         for pool, new in ((given.state, state), (given.normalizer, normalizer)):
             if new is not pool:
                 pool.copy_(new)
-    return (state_out, normalizer_out), change
+    return Walked(state_out, normalizer_out, change, features, size, inverse, gamma, found)

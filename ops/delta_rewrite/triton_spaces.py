@@ -57,8 +57,6 @@ def bucket(shape: RewriteShape) -> Key:
 
 def refusal(shape: RewriteShape) -> str | None:
     """None, or why no kernel serves this call."""
-    if shape.backward and shape.sequential and shape.tokens > 1:
-        return "has the backward of the parallel mode alone"
     limits = (
         ("dk", shape.width, MOST_WIDTH),
         ("order", shape.order, MOST_ORDER),

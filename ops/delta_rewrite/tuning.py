@@ -129,6 +129,7 @@ _KERNELS = {
     SPACE_BACK: ("describe", "add_rows", "look", "outer", "contract", "rows_back"),
     SPACE_BACK_READS: ("answer", "outer"),
 }
+_IN_TURN = ("numbers", "chain", "numbers_back", "chain_back", "chain_again")
 _OF_ROWS = ("prepare", "describe", "add_rows", "rows_back")
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -160,14 +161,22 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
 
 def _one_by_one() -> Iterator[CompileCase]:
     """What writes tokens one after another, in the configs that the rule gives."""
-    for width, rules in ((64, {}), (8, {"first": True, "channels": True}), (128, {"pool": 32})):
+    for width, rules in (
+        (64, {}),
+        (8, {"first": True, "channels": True}),
+        (128, {}),
+        (128, {"pool": 32}),
+    ):
         shape = replace(_compile_shape(10, 0, width, 768), sequential=True, **rules)
+        given = _meta(shape)
         with runtime.record_launches() as sources:
-            triton.fwd(shape, _meta(shape))
+            triton.fwd(shape, given)
+            if not shape.pool:
+                _record_backward(replace(shape, backward=True, full=True), given)
         for source in sources:
-            if isinstance(source, KernelSource) and source.name in ("numbers", "chain"):
+            if isinstance(source, KernelSource) and source.name in _IN_TURN:
                 config = triton_sequential.chain_config(shape)
-                if source.name == "numbers":
+                if source.name.startswith("numbers"):
                     config = triton_sequential.NUMBERS
                 yield CompileCase(OP, SEQUENTIAL, config, source, matrix="fma")
 

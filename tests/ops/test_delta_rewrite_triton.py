@@ -291,7 +291,8 @@ def test_supports() -> None:
         {"sequential": True, "tokens": 1}, {"channels": True, "pool": 9}, {"echo": True},
         {"full": True}, {"batch": 0}, {"backward": True}, {"backward": True, "width": 128},
         {"backward": True, "tokens": 128, "values": 2048}, {"backward": True, "tokens": 0},
-        {"backward": True, "sequential": True, "tokens": 1}, {"backward": True, "reads": 0},
+        {"backward": True, "sequential": True}, {"backward": True, "reads": 0},
+        {"sequential": True}, {"sequential": True, "echo": True, "backward": True},
     ):  # fmt: skip
         for dtype in (torch.bfloat16, torch.float32):
             for arch in ("sm_80", "sm_86", "sm_90"):
@@ -299,17 +300,12 @@ def test_supports() -> None:
     assert "takes dk up to 128, this is 129" in str(reason(width=129))
     assert "takes order up to 4, this is 5" in str(reason(order=5))
     assert "takes M up to 128, this is 129" in str(reason(tokens=129))
-    assert reason(sequential=True) is None
-    assert "of the parallel mode alone" in str(reason(sequential=True, backward=True))
 
 
 def test_refusals_reach_the_caller() -> None:
-    given = BASE.but(mode="sequential").arguments(0, torch.float32, CPU)
-    y = OP(**contracts.leaves(given))[0]
-    with pytest.raises(
-        ValueError, match="'triton' cannot run this call: has the backward of the parallel mode"
-    ):
-        y.sum().backward()
+    given = BASE.but(order=5).arguments(0, torch.float32, CPU)
+    with pytest.raises(ValueError, match="'triton' cannot run this call: takes order up to 4"):
+        OP(**given)
     with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
         OP(**BASE.arguments(0, torch.bfloat16, CPU))
 

@@ -22,15 +22,15 @@ CPU = torch.device("cpu")
 FP32, FP16 = torch.float32, torch.float16
 OP = partial(ops.delta_rewrite, backend="triton")
 IN_PLACE = partial(ops.delta_rewrite_, backend="triton")
-BASE = Case(batch=3, first=True, values=20, mode="sequential")
+BASE = Case(batch=2, heads=1, tokens=5, reads=4, first=True, values=20, mode="sequential")
 CASES = [
-    (BASE, FP16),
-    (BASE.but(channels=True), FP32),
-    (BASE.but(normalize=False), FP32),
+    (BASE.but(first=False), FP16),
+    (BASE.but(channels=True, heads=2, gamma_grad="full"), FP32),
+    (BASE.but(normalize=False, gamma_grad="full"), FP32),
     (BASE.but(denominator=False, order=2), FP16),
     (BASE.but(correction=False, order=4, width=3), FP32),
-    (BASE.but(tokens=17, reads=None, values=1, width=9), FP32),
-    (BASE.but(reads=0, width=1, first=False), FP32),
+    (BASE.but(tokens=17, reads=None, values=1, width=9, batch=1, first=False), FP32),
+    (BASE.but(reads=0, width=2, values=33, first=False), FP32),
 ]
 
 
@@ -38,9 +38,9 @@ CASES = [
     ("case", "dtype"), [pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}") for pair in CASES]
 )
 def test_rules_and_sizes(case: Case, dtype: torch.dtype) -> None:
-    """Into poisoned memory, of views with NaN around them."""
+    """Results and gradients, into poisoned memory, of views with NaN around them."""
     oracle.check_op(
-        OP, reference.delta_rewrite, case.arguments, dtype, CPU, seeds=(0,), grads=False,
+        OP, reference.delta_rewrite, case.arguments, dtype, CPU, seeds=(0,),
         label=case.name,
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def test_rules_and_sizes(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [4, -1, 0]], ids=str)
 def test_in_place_is_the_functional_call(slots: list[int]) -> None:
     """Bits of rows and slots, those that nobody names; NaN in skipped rows."""
-    given: dict[str, Any] = BASE.but(first=False, channels=True).arguments(0, FP32, CPU)
+    given: dict[str, Any] = BASE.but(batch=3, first=False, channels=True).arguments(0, FP32, CPU)
     del given["gamma_grad"]
     pools = {}
     for name in MEMORY:
@@ -72,7 +72,7 @@ def test_in_place_is_the_functional_call(slots: list[int]) -> None:
 
 
 def test_an_echo_keeps_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward here, backward in eager, as "auto" runs them on a GPU."""
+    """As "auto" runs it on a GPU: what is taken off is what was added."""
     monkeypatch.setattr(
         "fastweights.ops.dispatch._auto_order", lambda arch: ("cuda", "triton", "eager")
     )
@@ -81,4 +81,23 @@ def test_an_echo_keeps_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None
     echo = torch.zeros(given["state"].shape, requires_grad=True)
     _, state, _, after = ops.delta_rewrite(**contracts.leaves(given), echo=echo)
     (after * state.detach()).sum().backward()
+    assert echo.grad is not None
     assert (echo.grad - given["state"]).abs().max() <= 1e-6 * state.abs().max()
+
+
+def test_an_echo_gives_the_same_gradients_again() -> None:
+    """As a call without one, and each time the same bits."""
+    given = BASE.but(first=False).arguments(0, FP32, CPU)
+    found = []
+    for echo in (True, False, False):
+        leaves = contracts.leaves(given)
+        held = torch.zeros((), requires_grad=True).expand(given["state"].shape)
+        y, state, z, *after = OP(**leaves, **({"echo": held} if echo else {}))
+        loss = y.square().sum() + state.sin().sum() + z.square().sum()
+        if echo:
+            loss = loss + (after[0] * state.detach()).sum()
+        loss.backward()
+        found.append({n: leaves[n].grad for n in (*WRITTEN, *MEMORY, "q")})
+    oracle.assert_bit_equal(found[2], found[1], "again")
+    for name, x in found[1].items():
+        torch.testing.assert_close(found[0][name], x, rtol=1e-4, atol=1e-5, msg=name)
