@@ -15,6 +15,7 @@ OP = "delta_rewrite"
 BACK_KERNELS = f"{PACKAGE}.triton_back_kernels"
 _SOURCES = (BACK_KERNELS, f"{PACKAGE}.triton_kernels")
 LONG = 256  # queries
+HOPPER = 90  # capability
 MOST_VALUES = 256  # of a bucket
 SEVERAL = 32  # tokens
 MOST_HELD = 96  # numbers of sums that a thread has
@@ -115,9 +116,11 @@ def _default_tokens(key: Key, device: Device) -> Config:
 
 def _default_reads(key: Key, device: Device) -> Config:
     bucket = BackBucket(*key)
-    if bucket.long and bucket.heads * bucket.values >= 16 * 128:
+    if bucket.size == 2 and bucket.long and bucket.heads * bucket.values >= 16 * 128:
         return _best(SPACE_BACK_READS, key, device, {"T": 128, "K": 128, "C": 64}, 8)
-    return _best(SPACE_BACK_READS, key, device, {"T": 64, "K": 64, "C": 64}, 4)
+    # Without wgmma the parts of fp32 numbers are in registers, and of more rows they spill.
+    few = bucket.size == 4 and 0 < device.capability < HOPPER
+    return _best(SPACE_BACK_READS, key, device, {"T": 32 if few else 64, "K": 64, "C": 64}, 4)
 
 
 def _tokens(features: int, columns: int, warps: int, stages: int = 2) -> Config:

@@ -120,7 +120,8 @@ SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 1
 MAX_STACK = {
     ("rewrite", "wgmma"): 96, ("rewrite", "mma"): 2400, ("read", "mma"): 8,
     ("rows_back", "wgmma"): 16, ("rows_back", "mma"): 16, ("contract", "wgmma"): 8,
-    ("answer", "wgmma"): 8,
+    ("answer", "wgmma"): 8, ("answer", "mma"): 352, ("outer", "mma"): 240,
+    ("contract", "mma"): 264, ("look", "mma"): 8,
 }  # fmt: skip
 # Which kernels have the configs of a space; the rest, of rows, are seen with each.
 _KERNELS = {
