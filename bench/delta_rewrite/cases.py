@@ -20,6 +20,8 @@ class RewriteCase(Case):
         rows, tokens, reads: B, M, Tq; of 0 reads there are no queries.
         width, values: dk and Dv.
         calls: how many of them are timed together, in place each on a pool of its own.
+
+    Where the backward is timed, too, a functional call is one of training.
     """
 
     op: ClassVar[str] = "delta_rewrite"
@@ -41,15 +43,29 @@ class RewriteCase(Case):
         """The public function."""
         return self.contenders[0]
 
+    @property
+    def trained(self) -> bool:
+        """Whether gradients are asked for."""
+        return "bwd" in self.modes
+
     def flops(self, mode: str) -> int:
-        """Useful floating-point operations."""
+        """Useful floating-point operations of "fwd" or "bwd"."""
         sizes = (self.tokens, self.reads, self.wide, self.values)
-        return self.calls * self.rows * flops.delta_rewrite_forward(*sizes, sequential=False)
+        count = flops.delta_rewrite_backward if mode == "bwd" else flops.delta_rewrite_forward
+        return self.calls * self.rows * count(*sizes, sequential=False)
 
     def bytes(self, mode: str) -> int:
-        """Compulsory bytes: a memory is read once and written once, whoever reads it then."""
+        """Compulsory bytes: a memory is read once and written once, whoever reads it then. Backward
+        reads it and the gradient behind it, and writes one; of rows it reads what forward did and
+        the gradient of y, and writes those of all others.
+        """
         size, acc = self.torch_dtype.itemsize, 8 if self.dtype == "fp64" else 4
-        memory = 2 * self.wide * (self.values + 1) * acc
+        memory = self.wide * (self.values + 1) * acc
+        if mode == "bwd":
+            written = 2 * self.tokens * ((self.width + self.values) * size + acc)
+            read = self.reads * (2 * self.width + self.values) * size
+            return self.calls * self.rows * (3 * memory + written + read)
+        memory *= 2
         written = self.tokens * ((self.width + self.values) * size + acc)
         read = self.reads * (self.width + self.values) * size
         return self.calls * self.rows * (memory + written + read)
@@ -94,7 +110,14 @@ def _gpu_cases() -> list[RewriteCase]:
         slots, name="rewrite-gpt2-diagonal", suites=("extra",), rows=12, tokens=10, reads=522,
         values=768, targets=(),
     )  # fmt: skip
-    return [slots, both, layer, diagonal]
+    trained = replace(
+        layer, name="rewrite-gpt2-train", suites=("extra",), rows=16, modes=("fwd", "bwd"),
+        targets=(),
+    )  # fmt: skip
+    trained_slots = replace(
+        trained, name="rewrite-16-slots-train", tokens=128, reads=1024, values=2048
+    )
+    return [slots, both, layer, diagonal, trained, trained_slots]
 
 
 def _cpu_cases() -> list[RewriteCase]:
@@ -108,6 +131,10 @@ def _cpu_cases() -> list[RewriteCase]:
         replace(
             slots, name="cpu-rewrite-layer", suites=("headline",), rows=1, reads=50, calls=1,
             contenders=(FUNCTIONAL,), peers=("compiled",),
+        ),
+        replace(
+            slots, name="cpu-rewrite-train", suites=("extra",), rows=2, reads=50, calls=1,
+            contenders=(FUNCTIONAL,), peers=("compiled",), modes=("fwd", "bwd"),
         ),
         replace(slots, name="cpu-write-bf16", suites=("extra",), dtype="bf16"),
     ]  # fmt: skip

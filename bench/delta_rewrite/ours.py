@@ -17,9 +17,12 @@ MEMORY = ("state", "normalizer")
 
 @dataclass
 class Inputs:
-    """The arguments of a functional call by name: k, v, beta, state, normalizer, and q if any."""
+    """The arguments of a functional call by name: k, v, beta, state, normalizer, and q if any; of
+    training those of its results' gradients, too.
+    """
 
     given: dict[str, Tensor]
+    upstream: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -51,7 +54,11 @@ def make_inputs(case: RewriteCase, generator: torch.Generator) -> Inputs:
     }
     if case.reads:
         given["q"] = normal(case.rows, case.reads, 1, case.width).to(case.torch_dtype)
-    return Inputs(given)
+    if not case.trained:
+        return Inputs(given)
+    y = normal(case.rows, case.reads, 1, case.values).to(case.torch_dtype)
+    upstream = y, normal(*memory, case.values), normal(*memory)
+    return Inputs({name: x.requires_grad_() for name, x in given.items()}, upstream)
 
 
 def contenders(case: RewriteCase, backends: tuple[str, ...]) -> list[Contender]:
@@ -63,9 +70,8 @@ def contenders(case: RewriteCase, backends: tuple[str, ...]) -> list[Contender]:
             return call(case, inputs, backend)
 
         mark = "" if backend == backends[0] else f" [{backend}]"
-        return Contender(
-            f"{case.function}{mark}", case, case.op, build, ours=True, modes=("fwd",)
-        )  # fmt: skip
+        modes = ("fwd", "bwd") if case.trained else ("fwd",)
+        return Contender(f"{case.function}{mark}", case, case.op, build, ours=True, modes=modes)
 
     return [builder(backend) for backend in backends]
 
@@ -73,7 +79,8 @@ def contenders(case: RewriteCase, backends: tuple[str, ...]) -> list[Contender]:
 def _functional(case: RewriteCase, inputs: Inputs, backend: str) -> Work:
     given: dict[str, Any] = inputs.given | {"backend": backend}
     notes = explained(delta_rewrite, **given)
-    return RewriteWork(lambda: delta_rewrite(**given), {}, (given["k"],), notes=notes)
+    leaves, upstream = (inputs.given, inputs.upstream) if case.trained else ({}, (given["k"],))
+    return RewriteWork(lambda: delta_rewrite(**given), leaves, upstream, notes=notes)
 
 
 def _in_place(case: RewriteCase, inputs: Inputs, backend: str) -> Work:

@@ -28,7 +28,7 @@ def plain(
     eps = 1e-5
     f, g = (_features(x.transpose(1, 2).to(acc)) for x in (k, q))  # (B, H, ·, P)
     d = f @ normalizer[..., None] + eps
-    gamma = (1 - d / f.square().sum(-1, keepdim=True)).clamp(0, 1)
+    gamma = (1 - d / f.square().sum(-1, keepdim=True)).clamp(0, 1).detach()
     half = f.to(k.dtype)
     old = (half @ state.to(k.dtype)).to(acc) / d
     change = beta.transpose(1, 2)[..., None] * (v.transpose(1, 2).to(acc) - old)
@@ -66,7 +66,9 @@ def contenders(case: RewriteCase, names: tuple[str, ...]) -> list[Contender]:
     built = {
         "copy": Contender("copy", case, "copy", _copy, modes=("fwd",), checked=False),
         "matmul": Contender("matmul", counted, "matmul", _matmul, modes=("fwd",), checked=False),
-        "compiled": Contender("compiled", case, case.op, _compiled, modes=("fwd",)),
+        "compiled": Contender(
+            "compiled", case, case.op, _compiled, modes=("fwd", "bwd") if case.trained else ("fwd",)
+        ),
     }
     return [built[name] for name in case.peers if name in names]
 
@@ -92,9 +94,22 @@ def _compiled(case: RewriteCase, inputs: Inputs) -> Work:
     torch._dynamo.reset()
     call: Any = torch.compile(plain, dynamic=False, fullgraph=True)
 
+    if case.trained:
+        return _trained(inputs, call)
+
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
             return tuple(call(**inputs.given))
 
     forward()
     return Work(forward, {}, (inputs.given["k"],))
+
+
+def _trained(inputs: Inputs, call: Any) -> Work:
+    from torch._functorch import config
+
+    work = Work(lambda: tuple(call(**inputs.given)), inputs.given, inputs.upstream)
+    # Compiled here: a backward that donates its saved tensors cannot be differentiated twice.
+    with config.patch(donated_buffer=False):
+        work.backward(work.forward())
+    return work

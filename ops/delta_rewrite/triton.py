@@ -1,4 +1,7 @@
-"""Triton backend: the launchers of the forward, in place and not; kernels in `triton_kernels`."""
+"""Triton backend: the launchers of the forward, in place and not; kernels in `triton_kernels`.
+
+Those of the backward are in `triton_back` and `triton_sequential_back`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from ...autotune.space import Config, Device, Space, choose
 from .. import triton_runtime as runtime
 from ..alloc import empty
 from ..checks import aligned, last_contiguous
+from . import triton_back_spaces as back_spaces
+from . import triton_sequential
 from .op import RewriteShape, RewriteTensors
+from .triton_back import bwd as parallel_bwd
+from .triton_back import rebuild
+from .triton_sequential_back import bwd as sequential_bwd
 from .triton_spaces import (
     KERNELS,
     OP,
@@ -22,11 +30,14 @@ from .triton_spaces import (
     WHOLE,
     bucket,
     is_whole,
+    one_by_one,
     refusal,
     write_bucket,
 )
 
-SPACE_FWD, SPACE_BWD = SPACE_WRITE, None
+__all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "rebuild", "spaces", "supports", "yields"]
+
+SPACE_FWD, SPACE_BWD = SPACE_WRITE, back_spaces.SPACE_BACK
 UNIT = 8  # 16-bit numbers in 16 bytes: what rows of a workspace are multiples of
 
 
@@ -41,7 +52,7 @@ def supports(shape: RewriteShape, arch: str) -> str | None:
         return f"{arch} is older than sm_80"
     reason = refusal(shape)
     if reason is None:
-        for space in spaces(shape).values():
+        for space in (_back_spaces if shape.backward else _forward_spaces)(shape).values():
             if not space.fitting(space.bucket(shape), device):
                 return f"no config of {space.name} fits into the shared memory of {arch}"
     return reason
@@ -53,11 +64,24 @@ def yields(shape: RewriteShape, arch: str) -> str | None:
 
 
 def spaces(shape: RewriteShape) -> dict[str, Space]:
-    """The config spaces of what a call launches: few tokens one kernel; none writes without."""
+    """The config spaces of what a call and its backward launch: nothing writes without tokens."""
+    return _forward_spaces(shape) | _back_spaces(shape)
+
+
+def _forward_spaces(shape: RewriteShape) -> dict[str, Space]:
     if is_whole(shape):
         return {"fwd_whole": SPACE_WHOLE}
-    found = {"fwd": SPACE_WRITE} if shape.tokens else {}
+    # What writes tokens one after another has a config by a rule.
+    found = {"fwd": SPACE_WRITE} if shape.tokens and not one_by_one(shape) else {}
     return found | ({"fwd_read": SPACE_READ} if shape.reads else {})
+
+
+def _back_spaces(shape: RewriteShape) -> dict[str, Space]:
+    if shape.pool:
+        return {}
+    written = shape.tokens and (shape.echo or not one_by_one(shape))
+    found = {"bwd": back_spaces.SPACE_BACK} if written else {}
+    return found | ({"bwd_read": back_spaces.SPACE_BACK_READS} if shape.reads else {})
 
 
 def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None, ...]:
@@ -72,10 +96,25 @@ def fwd(shape: RewriteShape, given: RewriteTensors) -> tuple[torch.Tensor | None
         y = call.whole()
         return y, *((call.state, call.normalizer) if given.slots is None else after), change
     if shape.tokens:
-        change = call.write()
+        if one_by_one(shape):
+            (call.state, call.normalizer), change = triton_sequential.write(shape, given)
+        else:
+            change = call.write()
         after = (call.state, call.normalizer) if given.slots is None else after
     y = None if given.q is None else call.read(given.q)
     return y, *after, change
+
+
+def bwd(
+    shape: RewriteShape, d_y: torch.Tensor, d_state: torch.Tensor, d_normalizer: torch.Tensor,
+    given: RewriteTensors, change: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of k, v, beta, state, normalizer and q; None if there are no queries.
+
+    `change` is E if it was saved.
+    """
+    run = sequential_bwd if one_by_one(shape) else parallel_bwd
+    return run(shape, d_y, d_state, d_normalizer, given, change)
 
 
 def _strides(letter: str, x: torch.Tensor, axes: str) -> dict[str, int]:

@@ -50,12 +50,18 @@ class Bucket(NamedTuple):
     whole: bool
 
 
+def one_by_one(shape: RewriteShape) -> bool:
+    """Whether a token looks up what the one before it left."""
+    return shape.sequential and shape.tokens > 1
+
+
 def is_whole(shape: RewriteShape) -> bool:
     """Whether one launch does all of a call."""
     return (
         0 < shape.tokens <= FEW_TOKENS
         and shape.dtype.itemsize == 2
         and not shape.echo
+        and not one_by_one(shape)
         and shape.order * padded(2 * shape.width) <= FEW_FEATURES
         and shape.batch * shape.heads * shape.reads <= FEW_READS
         # In a pool one program reads all of a head's queries, so that there have to be some heads.
@@ -84,10 +90,6 @@ def write_bucket(shape: RewriteShape) -> Key:
 
 def refusal(shape: RewriteShape) -> str | None:
     """None, or why no kernel serves this call."""
-    if shape.backward:
-        return "has no backward of this op yet"
-    if shape.sequential and shape.tokens > 1:
-        return "writes tokens in parallel mode alone"
     limits = (
         ("dk", shape.width, MOST_WIDTH),
         ("order", shape.order, MOST_ORDER),

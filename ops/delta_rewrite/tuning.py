@@ -15,11 +15,13 @@ from ... import reference
 from ...autotune.compile import CompileCase, KernelSource, expected_matrix, target_device
 from ...autotune.space import Config, Device, Space, assume_device, use_config
 from .. import triton_runtime as runtime
-from . import delta_rewrite, triton
+from . import delta_rewrite, triton, triton_sequential
 from .op import RewriteShape, RewriteTensors
+from .triton_back_spaces import SPACE_BACK, SPACE_BACK_READS
 from .triton_spaces import OP, SPACE_READ, SPACE_WHOLE, SPACE_WRITE, WGMMA
 
-SPACES = (SPACE_WRITE, SPACE_READ, SPACE_WHOLE)
+FORWARD = (SPACE_WRITE, SPACE_READ, SPACE_WHOLE)
+SPACES = (*FORWARD, SPACE_BACK, SPACE_BACK_READS)
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,34 @@ PROBLEMS = (
 
 # ---- compile reports ----------------------------------------------------------------------------
 
+SEQUENTIAL = "sequential"  # in the place of a pass: its kernels have no space
+
 # Every config that fits one of these (M, Tq, dk, Dv) is compiled once; the first two are compiled
 # whole.
 SIZES = ((128, 1024, 64, 2048), (10, 522, 64, 768), (4, 9, 32, 128), (16, 100, 128, 256),
          (16, 100, 8, 16))  # fmt: skip
-MAX_STACK = {"rewrite": 16, "whole": 8}  # bytes, of `rewrite` in fp32 and before Hopper
+# Bytes that a kernel may spill, with wgmma and without: `rewrite` in fp32 and before Hopper.
+MAX_STACK = {
+    ("rewrite", "wgmma"): 16, ("rewrite", "mma"): 16, ("whole", "wgmma"): 8, ("whole", "mma"): 8,
+    ("rows_back", "wgmma"): 16, ("rows_back", "mma"): 16, ("contract", "wgmma"): 8,
+    ("answer", "wgmma"): 8, ("answer", "mma"): 352, ("outer", "mma"): 240,
+    ("contract", "mma"): 264, ("look", "mma"): 8,
+}  # fmt: skip
+# Which kernels have the configs of a space; the rest, of rows, are seen with each.
+_KERNELS = {
+    SPACE_WRITE: ("prepare", "rewrite"),
+    SPACE_READ: ("prepare", "read"),
+    SPACE_WHOLE: ("whole",),
+    SPACE_BACK: ("describe", "add_rows", "look", "outer", "contract", "rows_back"),
+    SPACE_BACK_READS: ("answer", "outer"),
+}
+_IN_TURN = ("numbers", "chain", "numbers_back", "chain_back", "chain_again")
+_OF_ROWS = ("prepare", "describe", "add_rows", "rows_back")
 # What the default config is compiled for beside that, at the second size.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32},
     {"channels": True, "first": True, "pool": 32},
+    {"channels": True, "first": True, "full": True},
     {"normalize": False, "eps_norm": 1e-5, "correction": False},
     {"denominator": False, "order": 2},
     {"echo": True, "aligned": False},
@@ -139,7 +160,31 @@ def compile_cases(target: str, quick: bool) -> list[CompileCase]:
         for space, config, shape in _compiled(device, quick):
             for case in _recorded(space, config, shape, target):
                 cases.setdefault((config, repr(case.source)), case)
+        for case in [] if quick else _one_by_one():
+            cases.setdefault((case.config, repr(case.source)), case)
     return list(cases.values())
+
+
+def _one_by_one() -> Iterator[CompileCase]:
+    """What writes tokens one after another, in the configs that the rule gives."""
+    for width, rules in (
+        (64, {}),
+        (8, {"first": True, "channels": True}),
+        (128, {}),
+        (128, {"pool": 32}),
+    ):
+        shape = replace(_compile_shape(10, 0, width, 768), sequential=True, **rules)
+        given = _meta(shape)
+        with runtime.record_launches() as sources:
+            triton.fwd(shape, given)
+            if not shape.pool:
+                _record_backward(replace(shape, backward=True, full=True), given)
+        for source in sources:
+            if isinstance(source, KernelSource) and source.name in _IN_TURN:
+                config = triton_sequential.chain_config(shape)
+                if source.name.startswith("numbers"):
+                    config = triton_sequential.NUMBERS
+                yield CompileCase(OP, SEQUENTIAL, config, source, matrix="fma")
 
 
 def _compiled(device: Device, quick: bool) -> Iterator[tuple[Space, Config, RewriteShape]]:
@@ -199,22 +244,31 @@ def _in_parts(source: KernelSource, shape: RewriteShape) -> bool:
 
 def _matrix(source: KernelSource, target: str) -> str | None:
     """Where it is not what the config states: F A has as many rows as there are tokens."""
-    if source.name == "prepare":
+    if source.name in _OF_ROWS:
         return "fma"
     if source.name == "whole":  # Fᵀ E has a row for each of dk features, y one for each query
-        rows = max(int(str(source.constexprs[name])) for name in ("W", "T"))
-        return expected_matrix("wgmma" if rows >= WGMMA else "mma", target)
-    tall = source.name == "rewrite" and int(str(source.constexprs["M"])) >= WGMMA
+        tallest = max(int(str(source.constexprs[name])) for name in ("W", "T"))
+        return expected_matrix("wgmma" if tallest >= WGMMA else "mma", target)
+    rows = {"rewrite": "M", "look": "M", "contract": "M", "outer": "K"}.get(source.name)
+    if rows is None:
+        return None
+    tall = int(str(source.constexprs[rows])) >= WGMMA
+    if source.name != "rewrite" and not tall:
+        return "mma"
+    if source.name == "outer" and not source.constexprs["GATED"]:
+        return None
     return expected_matrix("wgmma", target) if tall else None
 
 
-def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) -> list[CompileCase]:
+def _meta(shape: RewriteShape) -> RewriteTensors:
+    """A call's tensors, without numbers."""
+
     def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
     rows, pad = (shape.batch, shape.tokens, shape.heads), 0 if shape.aligned else 1
     memory = (shape.pool or shape.batch, shape.heads, shape.wide)
-    given = RewriteTensors(
+    return RewriteTensors(
         k=meta(*rows, shape.width, dtype=shape.dtype),
         v=meta(*rows, shape.values, dtype=shape.dtype),
         beta=meta(*rows, *[shape.values] * shape.channels),
@@ -224,17 +278,49 @@ def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) ->
         first=meta(shape.batch, dtype=torch.bool) if shape.first else None,
         slots=meta(shape.batch, dtype=torch.int64) if shape.pool else None,
     )
+
+
+def _recorded(space: Space, config: Config, shape: RewriteShape, target: str) -> list[CompileCase]:
+    given = _meta(shape)
     with use_config(space, config), runtime.record_launches() as sources:
-        triton.fwd(shape, given)
-    tight = expected_matrix("wgmma", target) == "mma"  # operands of products are in registers
-    name = {SPACE_WRITE: "rewrite", SPACE_READ: "read", SPACE_WHOLE: "whole"}[space]
+        if space in FORWARD:
+            triton.fwd(shape, given)
+        else:
+            _record_backward(replace(shape, backward=True), given)
+    matrix = expected_matrix("wgmma", target)
     return [
         CompileCase(
             space.op, space.pass_, config, source,
             matrix=_matrix(source, target),
-            max_stack=MAX_STACK.get(source.name, 0) if tight or _in_parts(source, shape) else 0,
+            max_stack=_max_stack(source, shape, matrix),
             serial=_in_parts(source, shape),
         )
         for source in sources
-        if isinstance(source, KernelSource) and source.name in ("prepare", name)
+        if isinstance(source, KernelSource) and _of_space(space, source)
     ]  # fmt: skip
+
+
+def _max_stack(source: KernelSource, shape: RewriteShape, matrix: str) -> int:
+    """Forwards spill where operands of products are in registers alone."""
+    if source.name in ("rewrite", "whole") and matrix == "wgmma" and not _in_parts(source, shape):
+        return 0
+    return MAX_STACK.get((source.name, matrix), 0)
+
+
+def _of_space(space: Space, source: KernelSource) -> bool:
+    """`outer` has a config of each space of the backward: of tokens it has a gate."""
+    if source.name == "outer" and source.constexprs["GATED"] != (space is SPACE_BACK):
+        return False
+    return source.name in _KERNELS[space]
+
+
+def _record_backward(shape: RewriteShape, given: RewriteTensors) -> None:
+    """With an echo the state is formed again, too."""
+    like_y = (shape.batch, shape.reads, shape.heads, shape.values)
+    d_y = torch.empty(like_y, dtype=shape.dtype, device="meta")
+    change = None
+    if shape.echo:
+        rows = (shape.batch, shape.heads, shape.tokens, shape.values)
+        change = torch.empty(rows, device="meta")
+        triton.rebuild(shape, given, change)
+    triton.bwd(shape, d_y, given.state, given.normalizer, given, change)

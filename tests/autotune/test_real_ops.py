@@ -240,7 +240,8 @@ def test_a_sweep_runs_the_ops_own_kernels(
         found = cases.collect([TINY[name]], CPU)
         forward_only = any(word in name for word in ("step", "write", "decode"))
         passes = {"fwd"} if forward_only else {"fwd", "bwd"}
-        passes = {"fwd", "fwd_read"} if name == "delta_rewrite" else passes
+        if name == "delta_rewrite":
+            passes = {"fwd", "fwd_read", "bwd", "bwd_read"}
         if name == "gated delta":  # a space for each kernel
             passes = {space.pass_ for space in gated_delta.SPACES}
         assert {case.space.pass_ for case in found} == passes

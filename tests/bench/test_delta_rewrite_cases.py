@@ -24,6 +24,9 @@ KINDS = {
     "write": BASE,
     "read": replace(BASE, reads=7),
     "layer": replace(BASE, reads=7, calls=1, contenders=(FUNCTIONAL,), peers=()),
+    "train": replace(
+        BASE, reads=7, calls=1, contenders=(FUNCTIONAL,), peers=(), modes=("fwd", "bwd")
+    ),
 }
 
 
@@ -88,12 +91,23 @@ def test_bytes_and_flops():
     assert both.flops("fwd") - write.flops("fwd") == 4 * 16 * 2 * 1024 * 384 * 2048
 
 
+def test_bytes_of_a_backward():
+    """Three memories; of rows all but y is read or written twice."""
+    case = CASES["rewrite-gpt2-train"]
+    rows = 2 * 10 * ((64 + 768) * 2 + 4) + 522 * (2 * 64 + 768) * 2
+    assert case.bytes("bwd") == 16 * (3 * 384 * 769 * 4 + rows)
+
+
 @pytest.mark.parametrize("case", KINDS.values(), ids=KINDS)
 def test_torch_counts_the_flops_of_the_case(case):
     work = _ours(case).build(case, _inputs(case))
     with FlopCounterMode(display=False) as counter:
-        work.forward()
+        outputs = work.forward()
     assert counter.get_total_flops() == case.flops("fwd")
+    if case.trained:
+        with FlopCounterMode(display=False) as counter:
+            work.backward(outputs)
+        assert counter.get_total_flops() == case.flops("bwd")
 
 
 @pytest.mark.parametrize("case", DELTA_REWRITE.cases, ids=lambda case: case.name)
@@ -125,8 +139,13 @@ def test_rows_of_the_family(kind):
 
 def test_the_compiled_peer_computes_the_same():
     given = _inputs(KINDS["layer"].in_dtype("fp64")).given
-    for got, wanted in zip(plain(**given), reference.delta_rewrite(**given), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    found = [plain(**given), reference.delta_rewrite(**given)]
+    upstream = [x.detach().cos() for x in found[0]]
+    gradients = [torch.autograd.grad(x, list(given.values()), upstream) for x in found]
+    for pairs in (found, gradients):
+        for got, wanted in zip(*pairs, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     (peer,) = DELTA_REWRITE.others(CASES["cpu-rewrite-layer"], ("compiled",), "model")
     assert (peer.name, peer.checked, peer.modes) == ("compiled", True, ("fwd",))
 
@@ -150,6 +169,22 @@ def test_a_pool_rewritten_again_and_again_stays_bounded():
     for _ in range(100):
         work.forward()
     assert work.memory["state"].abs().max() < 30
+
+
+def test_a_wrong_gradient_fails():
+    contender = _ours(KINDS["train"].in_dtype("fp32"))
+
+    def build(case, inputs):
+        work = contender.build(case, inputs)
+        right = work.backward
+        work.backward = lambda outputs: [1.03 * g for g in right(outputs)]
+        return work
+
+    verdict = _check(replace(contender, build=build))
+    assert not verdict.ok
+    for name in ("d_k", "d_v", "d_beta", "d_state", "d_normalizer", "d_q"):
+        for where in ("small", "full size"):
+            assert any(line.startswith(f"{where} {name}:") for line in verdict.failures)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,10 @@ BASE = Case(batch=5, first=True, width=64, values=192, tokens=10, reads=100)
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device, seeds: Any = (0, 1)) -> None:
-    """Of views with NaN around them, into poisoned memory."""
+    """Results and gradients; of views with NaN around them, into poisoned memory."""
     oracle.check_op(
-        OP, reference.delta_rewrite, case.arguments, dtype, device, seeds=seeds, grads=False,
-        label=case.name,
-    )  # fmt: skip
+        OP, reference.delta_rewrite, case.arguments, dtype, device, seeds=seeds, label=case.name
+    )
 
 
 def shape_of(case: Case, dtype: torch.dtype, device: torch.device) -> Any:
@@ -49,8 +48,8 @@ def shape_of(case: Case, dtype: torch.dtype, device: torch.device) -> Any:
 
 # ---- against float64 ----------------------------------------------------------------------------
 
-SIZES: list[dict[str, int]] = [
-    {"width": 1, "values": 1, "tokens": 1, "reads": 1},
+SIZES: list[dict[str, Any]] = [
+    {"width": 2, "values": 1, "tokens": 1, "reads": 1, "first": False},
     {"width": 5, "values": 17, "tokens": 3, "reads": 130},
     {"width": 8, "values": 16, "tokens": 16, "reads": 64},
     {"width": 21, "values": 100, "tokens": 17, "reads": 65},
@@ -78,21 +77,54 @@ def test_sizes(size: dict[str, int], dtype: str, device: torch.device) -> None:
 
 RULES = [
     BASE.but(channels=True, heads=3),
-    BASE.but(normalize=False),
+    BASE.but(normalize=False, gamma_grad="full"),
+    BASE.but(gamma_grad="full"),
     BASE.but(denominator=False, order=2),
     BASE.but(correction=False, order=4),
     BASE.but(order=1, width=16),
-    BASE.but(tokens=1, mode="sequential"),
-    BASE.but(tokens=0),
+    BASE.but(tokens=1, mode="sequential", first=False),
+    BASE.but(tokens=0, first=False),
     BASE.but(reads=None),
     BASE.but(reads=0, batch=1),
 ]
+
+
+@pytest.mark.parametrize("case", [BASE.but(tokens=1), BASE.but(tokens=0)], ids=lambda c: c.name)
+def test_empty_memories(case: Case, device: torch.device) -> None:
+    """Reads divide by `eps` alone there, which gradients of 16 bits do not outlive."""
+    check(case, FP32, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
 def test_rules(case: Case, dtype: str, device: torch.device) -> None:
     check(case, DTYPES[dtype], device)
+
+
+IN_TURN = [
+    BASE.but(mode="sequential"),
+    BASE.but(mode="sequential", channels=True, heads=3, values=100, tokens=33),
+    BASE.but(mode="sequential", normalize=False, width=21, values=17),
+    BASE.but(mode="sequential", denominator=False, order=2, tokens=128, reads=None),
+    BASE.but(mode="sequential", correction=False, order=4, width=128, values=61),
+    BASE.but(mode="sequential", tokens=128, values=300, width=8, first=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", IN_TURN, ids=lambda case: case.name)
+def test_tokens_one_after_another(case: Case, dtype: str, device: torch.device) -> None:
+    check(case, DTYPES[dtype], device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_one_number(dtype: str, device: torch.device) -> None:
+    """The forward: the length of a key has no gradient, and one of these has nothing else."""
+    case = BASE.but(width=1, values=1, tokens=1, reads=1)
+    oracle.check_op(
+        OP, reference.delta_rewrite, case.arguments, DTYPES[dtype], device, seeds=(0, 1),
+        grads=False,
+    )  # fmt: skip
 
 
 # Each config serves one of these; M is what tells kernels of one config apart most.
@@ -110,10 +142,10 @@ SERVED = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_every_config(case: Case, dtype: str, device: torch.device) -> None:
-    """Of both kernels; one truth serves all of them."""
+    """Of all kernels; one truth serves all of them."""
     truth = oracle.Oracle(
-        reference.delta_rewrite, case.arguments, DTYPES[dtype], device, seeds=(0, 1), grads=False
-    )
+        reference.delta_rewrite, case.arguments, DTYPES[dtype], device, seeds=(0, 1)
+    )  # fmt: skip
     shape = shape_of(case, DTYPES[dtype], device)
     with oracle.collected() as failures:
         for space in backend.spaces(shape).values():
@@ -165,6 +197,8 @@ def test_drift_over_100_segments(dtype: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_keys_without_a_feature(normalize: bool, device: torch.device) -> None:
+    """Of gradients plain torch in fp16 leaves infinities: a query divides by `eps` alone."""
+
     def arguments(seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         given = BASE.but(normalize=normalize).arguments(seed, dtype, device)
         for name in ("k", "q"):
@@ -175,7 +209,7 @@ def test_keys_without_a_feature(normalize: bool, device: torch.device) -> None:
 
     for dtype in DTYPES.values():
         oracle.check_op(
-            OP, reference.delta_rewrite, arguments, dtype, device, seeds=(0,), grads=False
+            OP, reference.delta_rewrite, arguments, dtype, device, seeds=(0,), grads=dtype != FP16
         )
 
 
@@ -191,10 +225,9 @@ def test_keys_of_any_length(scale: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_behind_a_forward_of_these_kernels(
+def test_gradients_as_auto_will_run_them(
     dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As "auto" will run them: forward here, backward in eager."""
     monkeypatch.setattr(backend, "yields", lambda shape, arch: None)
     case = BASE.but(heads=2)
     given = case.arguments(0, DTYPES[dtype], device)
@@ -226,6 +259,37 @@ def test_an_echo_recovers_the_state(
     assert len(found) == 32
     for wanted, got in found:
         assert (got - wanted).abs().max() <= 1e-5 * state.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_echo_gives_the_same_gradients(dtype: str, device: torch.device) -> None:
+    """As a call without one does, of two chained."""
+    case = Case(batch=2, heads=2, width=64, values=96, tokens=10, reads=70)
+    given = [contracts.leaves(case.arguments(s, DTYPES[dtype], device)) for s in range(2)]
+    found = []
+    for echo in (True, False):
+        state, z = (given[0][name] for name in MEMORY)
+        held = torch.zeros((), device=device, requires_grad=True).expand(state.shape)
+        loss = torch.zeros((), device=device)
+        for x in given:
+            rest = {n: value for n, value in x.items() if n not in MEMORY}
+            more = {"echo": held} if echo else {}
+            y, state, z, *after = OP(**rest, state=state, normalizer=z, **more)
+            held = after[0] if echo else held
+            loss = loss + y.float().square().mean()
+        loss = loss + state.sin().mean() + z.square().mean()
+        loss = loss + (held * state.detach()).sum() * echo
+        leaves = [x[n] for x in given for n in (*WRITTEN, "q")]
+        leaves += [given[0][name] for name in MEMORY]
+        found.append(torch.autograd.grad(loss, leaves))
+    for got, wanted in zip(*found, strict=True):
+        gap = (got.double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= (1e-5 if dtype == "fp32" else 1e-2)
+
+
+def test_repeated_backwards_have_equal_bits(device: torch.device) -> None:
+    given = BASE.but(tokens=128, values=600, reads=300).arguments(0, BF16, device)
+    contracts.check_repeatable(lambda: contracts.forward_backward(OP, given), 20)
 
 
 # ---- pools --------------------------------------------------------------------------------------
