@@ -45,9 +45,7 @@ def spaces(shape: AtlasShape) -> dict[str, Space]:
     return {"fwd": SPACE_FWD}
 
 
-def fwd(
-    shape: AtlasShape, given: AtlasTensors
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fwd(shape: AtlasShape, given: AtlasTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (B, T, H, Dv) in v's dtype, M and S (N, H, D, Dv) after the last token."""
     return Forward(shape, given).results()
 

@@ -1,4 +1,4 @@
-"""One call of the Triton backend: its tensors as the kernels take them, and the forward launches."""
+"""One call of the Triton backend: tensors as the kernels take them, and the forward launches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from .triton_spaces import KERNELS, OP, SPACE_FWD, bucket, compute_dtype
 class Forward(Call):
     """One call's tensors as the kernels take them, and its launches."""
 
-    def __init__(
-        self, shape: AtlasShape, given: AtlasTensors, space: Space = SPACE_FWD
-    ) -> None:
+    def __init__(self, shape: AtlasShape, given: AtlasTensors, space: Space = SPACE_FWD) -> None:
         config = choose(space, bucket(shape), Device.of(shape.device))
         # Its chunks are those of the rule, "dot" or not: each ends in a Newton–Schulz.
         super().__init__(replace(shape, dot=False), given.memory, config=config)

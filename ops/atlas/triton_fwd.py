@@ -182,7 +182,7 @@ def atlas_walk(
     reads nothing, states (slots, H, D, Dv) has M at each chunk's begin and momenta S at its end,
     both in fp32.
     """
-    v0, head, sequence, batch, begin, end, slot0, count = place_walk(
+    _, head, sequence, batch, begin, end, slot0, count = place_walk(
         cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
     )
     cells, inside = cells_of(D, V, WIDTH, VALUES)

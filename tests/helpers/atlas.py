@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,28 @@ class Case(omega.Case):
             given["output_step"][:, self.packed[-1] :] = float("nan")
         rules = {"ns_stride": self.stride, "ns_steps": self.ns_steps}
         return given | rules | {"ns_coefficients": self.ns_coefficients}
+
+
+def full(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """A call whose momenta hold a chunk and more, as NS wants them: few tokens leave directions
+    that are nothing but rounding, which it makes as large as the others.
+    """
+    given = case.arguments(seed, dtype, device)
+    return given | {"momentum": inputs.embed(0.9 + 0.1 * given["momentum"].contiguous())}
+
+
+def shape_of(given: dict[str, Any]) -> Any:
+    """What backends and config spaces see of a call, from its keyword arguments."""
+    op = importlib.import_module("fastweights.ops.atlas.op")
+    tensors = op.AtlasTensors(omega.tensors_of(given), given["output_step"])
+    rules = {"inner_loss": "squared", "feature_map": "identity"} | given
+    rules = {"ns_stride": None, "ns_steps": 5, "ns_coefficients": "muon", "ns_eps": 1e-7} | rules
+    names = (
+        "window", "chunk_size", "inner_loss", "feature_map", "read_before", "ns_stride",
+        "ns_steps", "ns_coefficients", "ns_eps",
+    )  # fmt: skip
+    chosen = {name: rules[name] for name in names}
+    return op.atlas_shape("test", tensors, **chosen, concrete=True)
 
 
 def features_of(given: dict[str, Any]) -> dict[str, Any]:
