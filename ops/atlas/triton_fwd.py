@@ -178,7 +178,8 @@ def atlas_walk(
 ):  # fmt: skip
     """The memory of one head of one sequence, through all of its chunks.
 
-    y (B, T, H, Dv). state, velocity (N, H, D, Dv), fp32: after the last token. With KEEP, which
+    y (B, T, H, Dv). state, velocity (N, H, D, Dv), fp32: after the last token; M is in state all
+    the time, since registers are what bounds how many programs hide each other's waiting. With KEEP, which
     reads nothing, states (slots, H, D, Dv) has M at each chunk's begin and momenta S at its end,
     both in fp32.
     """
@@ -187,12 +188,15 @@ def atlas_walk(
     )
     cells, inside = cells_of(D, V, WIDTH, VALUES)
     own = (sequence.to(tl.int64) * heads + head) * (WIDTH * VALUES)
-    M = tl.zeros([V, D], tl.float32)
-    S = M
+    parked = state + own + cells
+    S = tl.zeros([V, D], tl.float32)
+    M = S
     if INITIAL:
         M = tl.load(initial_state + own + cells, mask=inside, other=0.0)
     if INITIAL_MOMENTUM:
         S = tl.load(initial_momentum + own + cells, mask=inside, other=0.0)
+    tl.store(parked, M, mask=inside)
+    tl.debug_barrier()  # what other threads stored is read from here on
     t = tl.arange(0, CHUNK)
     e = tl.arange(0, V)
     for number in tl.range(0, count, num_stages=1):
@@ -200,6 +204,7 @@ def atlas_walk(
         size = tl.minimum(chunk, end - first)
         there = t < size
         at = (slot0 + number).to(tl.int64) * heads + head
+        M = tl.load(parked, mask=inside, other=0.0)
         low = M.to(k.dtype.element_ty)
         if KEEP:
             tl.store(states + at * (WIDTH * VALUES) + cells, M, mask=inside)
@@ -234,14 +239,17 @@ def atlas_walk(
             )  # fmt: skip
             push = tl.load(pushes + at * (HALO + CHUNK) + tl.arange(0, HALO))
             S -= _pushed(kt, vt, low, push, DOT, PRECISION)
-        M = tl.load(ends + at * 3) * M
         if KEEP:
             tl.store(momenta + at * (WIDTH * VALUES) + cells, S, mask=inside)
+        tl.debug_barrier()  # M is loaded again: no register holds it in between
         if size == chunk:
-            out = tl.load(ends + at * 3 + 1)
             O = orthogonal(S, table, steps, eps, COMPUTE, NS_PRECISION, MIRROR)
-            M += out * O.to(tl.float32)
-    tl.store(state + own + cells, M, mask=inside)
+            M = tl.load(ends + at * 3) * tl.load(parked, mask=inside, other=0.0)
+            M += tl.load(ends + at * 3 + 1) * O.to(tl.float32)
+        else:
+            M = tl.load(ends + at * 3) * tl.load(parked, mask=inside, other=0.0)
+        tl.store(parked, M, mask=inside)
+        tl.debug_barrier()
     tl.store(velocity + own + cells, S, mask=inside)
     if not KEEP and not BEFORE:
         # The last token of a whole last chunk reads what it left.
@@ -250,6 +258,7 @@ def atlas_walk(
             of_query = batch.to(tl.int64) * stride_qb + head * stride_qh
             of_query += (end - 1).to(tl.int64) * stride_qt
             query = tl.load(q + (of_query + d), mask=d < WIDTH, other=0.0).to(tl.float32)
+            M = tl.load(parked, mask=inside, other=0.0)
             read = tl.sum(M * query[None, :], 1)
             to = ((batch * tokens + end - 1).to(tl.int64) * heads + head) * VALUES
             tl.store(y + (to + e), read.to(y.dtype.element_ty), mask=e < VALUES)
