@@ -1,7 +1,8 @@
 """Triton backend, of Newton–Schulz at the end of each chunk.
 
-Kernels are in `triton_fwd`, launchers in `triton_forward`, config spaces in `triton_spaces`; rows
-of tokens, and where a chunk lies, are as `omega.triton_chunks` has them.
+Kernels are in `triton_fwd` and `triton_bwd`, launchers in `triton_forward` and `triton_backward`,
+config spaces in `triton_spaces`; rows of tokens, and where a chunk lies, are as
+`omega.triton_chunks` has them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import torch
 from ...autotune.space import Device, Space
 from .. import triton_runtime as runtime
 from .op import AtlasShape, AtlasTensors
+from .triton_backward import Backward
 from .triton_forward import Forward
-from .triton_spaces import SPACE_FWD, bucket, refusal
+from .triton_spaces import SPACE_BWD, SPACE_FWD, bucket, refusal
 
 __all__ = ["SPACE_BWD", "SPACE_FWD", "bwd", "fwd", "spaces", "supports", "yields"]
-
-SPACE_BWD = None
 
 
 def supports(shape: AtlasShape, arch: str) -> str | None:
@@ -28,9 +28,8 @@ def supports(shape: AtlasShape, arch: str) -> str | None:
     if arch != "cpu" and Device.of(shape.device).capability < 80:
         return f"{arch} is older than sm_80"
     reason = refusal(shape)
-    if reason is None and shape.backward:
-        reason = "has no backward yet"
-    if reason is None and not SPACE_FWD.fitting(bucket(shape), Device.of(shape.device)):
+    space = SPACE_BWD if shape.backward else SPACE_FWD
+    if reason is None and not space.fitting(bucket(shape), Device.of(shape.device)):
         reason = f"no config fits into the shared memory of {arch}"
     return reason
 
@@ -42,7 +41,7 @@ def yields(shape: AtlasShape, arch: str) -> str | None:
 
 def spaces(shape: AtlasShape) -> dict[str, Space]:
     """The config spaces of a call's passes."""
-    return {"fwd": SPACE_FWD}
+    return {"fwd": SPACE_FWD, "bwd": SPACE_BWD}
 
 
 def fwd(shape: AtlasShape, given: AtlasTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,4 +54,4 @@ def bwd(
     given: AtlasTensors,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Gradients of the first tensors of `omega_memory`, and of output_step."""
-    raise NotImplementedError
+    return Backward(shape, given, d_y, d_state, d_momentum).gradients()

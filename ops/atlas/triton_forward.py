@@ -23,7 +23,7 @@ class Forward(Call):
     def __init__(self, shape: AtlasShape, given: AtlasTensors, space: Space = SPACE_FWD) -> None:
         config = choose(space, bucket(shape), Device.of(shape.device))
         # Its chunks are those of the rule, "dot" or not: each ends in a Newton–Schulz.
-        super().__init__(replace(shape, dot=False), given.memory, config=config)
+        Call.__init__(self, replace(shape, dot=False), given.memory, config=config)
         self.rules = shape
         self.flags |= {"DOT": shape.dot, "V": padded(shape.values)}
         self.output_step = given.output_step.contiguous()
@@ -82,7 +82,7 @@ class Forward(Call):
             "cu": given.cu_seqlens,
             "rates": self.rates,
             **self.edges,
-            "table": on_device(rules.ns_numbers, self.device),
+            "table": self.table(),
             **starts,
             "states": states,
             "momenta": momenta,
@@ -106,6 +106,10 @@ class Forward(Call):
         }
         self._run("atlas_walk", shape.batch * shape.heads, self.config, arguments, constants)
         return state, velocity
+
+    def table(self) -> torch.Tensor:
+        """Coefficients of Newton–Schulz."""
+        return on_device(self.rules.ns_numbers, self.device)
 
     def orthogonal(self) -> dict[str, Any]:
         """Constants of Newton–Schulz."""

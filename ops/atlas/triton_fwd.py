@@ -124,9 +124,14 @@ def _pushes(
 
 @triton.jit
 def orthogonal(
-    s, table, steps, eps, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MIRROR: tl.constexpr
-):
-    """Newton–Schulz of a tile in fp32, in COMPUTE; MIRROR as in `newton_schulz`."""
+    s, table, steps, eps, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MIRROR: tl.constexpr,
+    TALL: tl.constexpr,
+):  # fmt: skip
+    """Newton–Schulz of a tile in fp32, in COMPUTE; MIRROR as in `newton_schulz`. TALL: it has more
+    rows than columns, and is taken transposed, since the larger Gram matrix would be singular.
+    """
+    if TALL:
+        s = tl.trans(s)
     x = (s / (norm_of(s) + eps)).to(COMPUTE)
     if MIRROR:
         mirrored = tl.trans(x)
@@ -140,7 +145,7 @@ def orthogonal(
         if MIRROR:
             ahead = a * mirrored.to(tl.float32)
             mirrored = tl.dot(mirrored, z, ahead, input_precision=PRECISION).to(COMPUTE)
-    return x
+    return tl.trans(x) if TALL else x
 
 
 @triton.jit
@@ -178,10 +183,10 @@ def atlas_walk(
 ):  # fmt: skip
     """The memory of one head of one sequence, through all of its chunks.
 
-    y (B, T, H, Dv). state, velocity (N, H, D, Dv), fp32: after the last token; M is in state all
-    the time, since registers are what bounds how many programs hide each other's waiting. With KEEP, which
-    reads nothing, states (slots, H, D, Dv) has M at each chunk's begin and momenta S at its end,
-    both in fp32.
+    y (B, T, H, Dv). state, velocity (N, H, D, Dv), fp32: after the last token. M is in state all
+    the time: registers are what bounds how many programs hide each other's waiting. With KEEP,
+    which reads nothing, states (slots, H, D, Dv) has M at each chunk's begin and momenta S at its
+    end, both in fp32.
     """
     _, head, sequence, batch, begin, end, slot0, count = place_walk(
         cu, tokens, heads, chunk, chunks, VALUES, V, PACKED
@@ -243,7 +248,7 @@ def atlas_walk(
             tl.store(momenta + at * (WIDTH * VALUES) + cells, S, mask=inside)
         tl.debug_barrier()  # M is loaded again: no register holds it in between
         if size == chunk:
-            O = orthogonal(S, table, steps, eps, COMPUTE, NS_PRECISION, MIRROR)
+            O = orthogonal(S, table, steps, eps, COMPUTE, NS_PRECISION, MIRROR, VALUES > WIDTH)
             M = tl.load(ends + at * 3) * tl.load(parked, mask=inside, other=0.0)
             M += tl.load(ends + at * 3 + 1) * O.to(tl.float32)
         else:

