@@ -16,6 +16,7 @@ import torch
 from ...autotune.space import Config, Device, Key, Space
 from ..newton_schulz.triton_spaces import KERNELS as NEWTON_SCHULZ
 from ..omega import triton_spaces as omega
+from ..omega.op import PACKAGE as OMEGA
 from ..triton_runtime import padded
 from .op import PACKAGE, AtlasShape
 
@@ -84,9 +85,9 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
         return "is for states of another size"
     compute = 2 if bucket.half else 4
     wide, square = bucket.width * bucket.values, bucket.values**2
-    steps = compute * ((1 + config["MIRROR"]) * wide + square)
+    steps = compute * ((1 + config["MIRROR"]) * wide + (1 if bucket.half else 2) * square)
     chunk = bucket.size * bucket.chunk * (bucket.width + bucket.values)
-    needed = max(steps, chunk) + bucket.size * wide
+    needed = max(steps, chunk)
     if needed + 1024 > device.shared_bytes:
         return f"needs {needed} bytes of shared memory, a block has {device.shared_bytes}"
     return None
@@ -120,7 +121,7 @@ def _config(half: int, side: int, warps: int, mirror: int, registers: int = 0) -
     tiles = {"HALF": half, "SIDE": side, "MIRROR": mirror}
     if registers:
         tiles["REGISTERS"] = registers
-    return Config.make(warps, 1, "wgmma" if warps >= 4 else "mma", **tiles)
+    return Config.make(warps, 1, "wgmma" if warps >= 4 else "mma", atomic=False, **tiles)
 
 
 SPACE_FWD: Space = Space(
@@ -135,7 +136,6 @@ SPACE_FWD: Space = Space(
         _config(1, 64, 4, 1, 168),
         _config(1, 64, 4, 1),
         _config(1, 128, 8, 0),
-        _config(1, 128, 8, 1),
         _config(1, 0, 2, 0),
         _config(0, 64, 4, 0),
         _config(0, 64, 8, 0),
@@ -145,7 +145,7 @@ SPACE_FWD: Space = Space(
     fits=_fits,
     bucket=bucket,
     default=lambda key, device: _default(SPACE_FWD, key, device),
-    sources=(KERNELS, f"{omega.PACKAGE}.triton_chunks", NEWTON_SCHULZ),
+    sources=(KERNELS, f"{OMEGA}.triton_chunks", NEWTON_SCHULZ),
 )
 
 SPACE_BWD: Space = Space(
@@ -158,7 +158,6 @@ SPACE_BWD: Space = Space(
         _config(1, 64, 4, 1, 168),
         _config(1, 64, 4, 1),
         _config(1, 128, 8, 0),
-        _config(1, 128, 8, 1),
         _config(1, 0, 2, 0),
         _config(0, 64, 4, 0),
         _config(0, 0, 2, 0),
@@ -166,5 +165,5 @@ SPACE_BWD: Space = Space(
     fits=_fits_bwd,
     bucket=bucket,
     default=lambda key, device: _default(SPACE_BWD, key, device),
-    sources=(KERNELS_BWD, KERNELS, f"{omega.PACKAGE}.triton_chunks", NEWTON_SCHULZ),
+    sources=(KERNELS_BWD, KERNELS, f"{OMEGA}.triton_chunks", NEWTON_SCHULZ),
 )

@@ -68,7 +68,7 @@ RULES = [
 PACKED = [
     one(tokens=19, packed=(0, 5, 5, 16), carried=True),
     one(tokens=12, packed=(0, 3, 3, 4, 10), carried=True, window=4, degree=3),
-    one(tokens=10, packed=(0, 0, 8), read_before=True),
+    one(tokens=10, packed=(0, 0, 8), read_before=True, carried=True),
 ]
 SIZES = [
     one(chunk_size=1, window=1, tokens=3),
