@@ -19,8 +19,10 @@ from .op import AtlasShape, AtlasTensors
 from .triton_forward import Forward
 from .triton_spaces import KERNELS_BWD, OP, SPACE_BWD, compute_dtype
 
-NARROW = 64  # columns of a state from which on four warps share a chunk
-GRADIENTS_CONFIGS = {True: Config.make(2, 1, "mma"), False: Config.make(4, 1)}
+SIDE = (
+    64  # of a state that four warps share in `atlas_gradients`; two a narrower one, eight a wider
+)
+GRADIENTS_CONFIGS = {warps: Config.make(warps, 1) for warps in (2, 4, 8)}
 
 
 class Backward(Forward, OmegaBackward):
@@ -135,8 +137,9 @@ class Backward(Forward, OmegaBackward):
             **strides("v", self.v),
             **strides("y", self.d_y),
         }
-        narrow = min(self.flags["V"], self.flags["D"]) < NARROW
-        config, programs = GRADIENTS_CONFIGS[narrow], self.slots * self.shape.heads
+        sides = self.flags["V"], self.flags["D"]
+        warps = 2 if min(sides) < SIDE else 4 if max(sides) == SIDE else 8
+        programs, config = self.slots * self.shape.heads, GRADIENTS_CONFIGS[warps]
         self._launch_back("atlas_gradients", programs, config, arguments, self._flags())
         return parts
 

@@ -88,9 +88,29 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"aligned": False, "window": 1},
     {"chunk_size": 16},
 )
-# Bytes of stack that a kernel may use on targets with wgmma and on others, by the dtype of the
-# iterates and the padded width; all others must not spill.
-MAX_STACK: dict[tuple[str, str, int], tuple[int, int]] = {}
+# Bytes of stack that a kernel may use on targets with wgmma and on others, by dtype and the padded
+# width: what waits while Newton–Schulz runs, whose own loop has none in bf16; all others must not
+# spill.
+MAX_STACK: dict[tuple[str, str, int], tuple[int, int]] = {
+    ("atlas_gradients", "bfloat16", 64): (32, 136),
+    ("atlas_gradients", "bfloat16", 128): (720, 496),
+    ("atlas_gradients", "float16", 64): (24, 16),
+    ("atlas_gradients", "float32", 32): (80, 136),
+    ("atlas_gradients", "float32", 64): (768, 1824),
+    ("atlas_walk", "bfloat16", 64): (472, 496),
+    ("atlas_walk", "bfloat16", 128): (632, 432),
+    ("atlas_walk", "float16", 64): (720, 520),
+    ("atlas_walk", "float16", 128): (1560, 0),
+    ("atlas_walk", "float32", 32): (232, 248),
+    ("atlas_walk", "float32", 64): (1072, 1704),
+    ("atlas_walk", "float32", 128): (1944, 0),
+    ("atlas_walk_back", "bfloat16", 64): (744, 688),
+    ("atlas_walk_back", "bfloat16", 128): (1784, 1592),
+    ("atlas_walk_back", "float16", 32): (48, 24),
+    ("atlas_walk_back", "float16", 64): (960, 2448),
+    ("atlas_walk_back", "float32", 32): (296, 264),
+    ("atlas_walk_back", "float32", 64): (1152, 2520),
+}
 
 
 def compile_cases(target: str, quick: bool) -> list[CompileCase]:
