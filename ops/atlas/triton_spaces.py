@@ -84,7 +84,7 @@ def _fits(config: Config, key: Key, device: Device) -> str | None:
     if config["SIDE"] != (0 if narrow else side):
         return "is for states of another size"
     compute = 2 if bucket.half else 4
-    wide, square = bucket.width * bucket.values, bucket.values**2
+    wide, square = bucket.width * bucket.values, min(bucket.width, bucket.values) ** 2
     steps = compute * ((1 + config["MIRROR"]) * wide + (1 if bucket.half else 2) * square)
     chunk = bucket.size * bucket.chunk * (bucket.width + bucket.values)
     needed = max(steps, chunk)
@@ -99,7 +99,7 @@ def _fits_bwd(config: Config, key: Key, device: Device) -> str | None:
     if reason is not None:
         return reason
     compute = 2 if bucket.half else 4
-    wide, square = bucket.width * bucket.values, bucket.values**2
+    wide, square = bucket.width * bucket.values, min(bucket.width, bucket.values) ** 2
     steps = compute * (2 * wide + 3 * square)
     chunk = bucket.size * (2 * bucket.chunk * (bucket.width + bucket.values) + 2 * wide)
     needed = max(steps, chunk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 
 from fastweights import ops
-from fastweights.ops import AtlasCache, OmegaState
+from fastweights.ops import AtlasCache, OmegaState, alloc
 
-from . import inputs, omega
+from . import inputs, omega, oracle
 from .omega_cache import poisoned_pool
 
 TOKENS = ("q", "k", "v", "step", "decay", "window_gates", "momentum", "output_step")
@@ -53,6 +54,41 @@ def full(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> dic
     """
     given = case.arguments(seed, dtype, device)
     return given | {"momentum": inputs.embed(0.9 + 0.1 * given["momentum"].contiguous())}
+
+
+class Means:
+    """How far an op is from float64, beside plain torch in the same dtype: the mean over seeds.
+
+    Of a momentum with small singular values Newton–Schulz blows up what is rounding, so that errors
+    have long tails. What plain torch is off by counts as no less than the oracle's floor.
+    """
+
+    def __init__(
+        self, literal: Any, arguments: Any, dtype: torch.dtype, device: torch.device,
+        seeds: Sequence[int] = (0, 1, 2, 3), grads: bool = True,
+    ) -> None:  # fmt: skip
+        self.floor = 1e-6 if dtype == torch.float32 else 1e-3
+        self.oracle = oracle.Oracle(literal, arguments, dtype, device, seeds=seeds, grads=grads)
+
+    def report(self, op: Any) -> list[str]:
+        """Results and gradients that are farther away than 1.5 times plain torch."""
+        logs: dict[str, list[float]] = {}
+        for seed in self.oracle.seeds:
+            upstream = {name: inputs.embed(x) for name, x in seed.upstream.items()}
+            draw = (lambda results, drawn=upstream: drawn) if self.oracle.grads else None
+            with alloc.poison():
+                got = oracle.run(op, seed.arguments, draw)
+            for mine, truth, yard in zip(got, seed.truth, seed.yardstick, strict=True):
+                assert list(mine) == list(truth)
+                for name, x in truth.items():
+                    assert mine[name].dtype == yard[name].dtype, name
+                    if oracle.is_floating(x) and x.numel():
+                        ours, theirs = ((y[name].double() - x).norm() for y in (mine, yard))
+                        least = max(float(theirs), self.floor * float(x.norm()), 1e-30)
+                        ratio = max(float(ours), 1e-3 * least) / least
+                        logs.setdefault(name, []).append(math.log(ratio))
+        means = {name: math.exp(sum(x) / len(x)) for name, x in logs.items()}
+        return [f"{n}: {x:.2f} × plain torch" for n, x in means.items() if not x <= 1.5]
 
 
 def shape_of(given: dict[str, Any]) -> Any:

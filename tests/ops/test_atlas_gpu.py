@@ -20,7 +20,7 @@ from fastweights.autotune.space import assume_device
 from fastweights.ops import alloc
 from fastweights.ops.atlas import triton as backend
 from helpers import contracts, inputs, oracle
-from helpers.atlas import Case, full, shape_of
+from helpers.atlas import Case, Means, full, shape_of
 
 pytestmark = pytest.mark.gpu
 
@@ -52,12 +52,11 @@ def skip_unless_served(space: Space, case: Case, dtype: torch.dtype, device: tor
         pytest.skip(f"no config of {space.pass_} fits {case.name} here")
 
 
-def check(case: Case, dtype: torch.dtype, device: torch.device, seeds: Any = (0, 1, 2)) -> None:
+def check(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """y, the state and the tail, and gradients from all of them, against the loops."""
     for space in SPACES.values():
         skip_unless_served(space, case, dtype, device)
-    arguments = partial(full, case)
-    oracle.check_op(WITH_STATE, LITERAL, arguments, dtype, device, seeds=seeds, label=case.name)
+    assert not Means(LITERAL, partial(full, case), dtype, device).report(WITH_STATE)
 
 
 # ---- against the loops --------------------------------------------------------------------------
@@ -75,7 +74,7 @@ def test_every_config(pass_: str, case: Case, dtype: str, device: torch.device) 
     backward = pass_ == "bwd"
     skip_unless_served(space, case, type_, device)
     arguments = partial(full, case)
-    truth = oracle.Oracle(LITERAL, arguments, type_, device, grads=backward)
+    truth = Means(LITERAL, arguments, type_, device, grads=backward)
     given = arguments(0, type_, device)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -85,8 +84,7 @@ def test_every_config(pass_: str, case: Case, dtype: str, device: torch.device) 
 
     with oracle.collected() as failures:
         for config in contracts.every_config(space, shape_of(given)):
-            report = truth.measure(WITH_STATE).report()
-            failures += [f"{config.name} {line}" for line in report]
+            failures += [f"{config.name} {line}" for line in truth.report(WITH_STATE)]
             contracts.check_repeatable(run, 3)
 
 
@@ -144,7 +142,7 @@ RULES = [
 )
 def test_rules(case: Case, dtype: str, device: torch.device) -> None:
     """Padding behind packed sequences is NaN."""
-    check(case, DTYPES[dtype], device, seeds=(0, 1))
+    check(case, DTYPES[dtype], device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +156,7 @@ def test_unaligned_views(dtype: str, device: torch.device) -> None:
             given = full(FEW, seed, dtype, device)
             return given | {name: view(given[name].contiguous()) for name in "qkv"}
 
-        oracle.check_op(WITH_STATE, LITERAL, arguments, DTYPES[dtype], device, seeds=(0,))
+        assert not Means(LITERAL, arguments, DTYPES[dtype], device).report(WITH_STATE)
 
 
 @pytest.mark.parametrize("value", [0.0, 1 - 1e-7, 1.0])
@@ -172,7 +170,7 @@ def test_extreme_gates(name: str, value: float, device: torch.device) -> None:
         return given
 
     for dtype in (BF16, FP32):
-        oracle.check_op(WITH_STATE, LITERAL, arguments, dtype, device, seeds=(0,))
+        assert not Means(LITERAL, arguments, dtype, device).report(WITH_STATE)
 
 
 def test_a_momentum_of_zeros(device: torch.device) -> None:
