@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from .atlas import ATLAS
 from .attention import ATTENTION
 from .cases import DTYPES, MODES, Case
 from .delta_rewrite import DELTA_REWRITE
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family[Any, Any]] = {
         NEWTON_SCHULZ,
         OMEGA,
         OMEGA_STEP,
+        ATLAS,
         POLYNOMIAL,
         POLAR_DECODE,
         GATED_DELTA,

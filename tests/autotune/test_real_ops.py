@@ -18,6 +18,7 @@ from fastweights import ops
 from fastweights.autotune import Device, cases, check, cli, space, sweep, tables
 from fastweights.autotune.space import assume_device, choose
 from fastweights.ops import dispatch
+from fastweights.ops.atlas import tuning as atlas
 from fastweights.ops.delta_rewrite import tuning as delta_rewrite
 from fastweights.ops.gated_delta import tuning as gated_delta
 from fastweights.ops.gated_delta_step import tuning as gated_delta_step
@@ -34,6 +35,7 @@ from fastweights.ops.short_conv_step import tuning as short_conv_step
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TUNINGS = {
+    "atlas": atlas,
     "delta_rewrite": delta_rewrite,
     "gated_delta": gated_delta,
     "gated_delta_step": gated_delta_step,
@@ -159,6 +161,10 @@ def memory(tokens: int, **changes: Any) -> Any:
     return omega.Problem("tiny", 1, tokens, 1, 16, 3, 8, dtypes=("fp32",), judged=True, **changes)
 
 
+def orthogonal(tokens: int, heads: int = 1) -> Any:
+    return atlas.Problem("tiny", 1, tokens, heads, 16, 3, 8, dtypes=("fp32",), judged=True)
+
+
 def products(function: str, tokens: int, width: int = 16) -> Any:
     values = 0 if function == polynomial.FEATURES else 16
     return polynomial.Problem("tiny", function, 1, tokens, 1, width, values, ("fp32",))
@@ -212,6 +218,7 @@ TINY = {
     "factor": Tiny(stack(2, 16, 16, factor=True), stack(2, 17, 15, factor=True)),
     "polar": Tiny(attention(20), attention(17), attention(7)),
     "omega": Tiny(memory(9), memory(11, momentum=True), memory(5, momentum=True)),
+    "atlas": Tiny(orthogonal(9), orthogonal(11), orthogonal(5, 2)),
     "omega_step": Tiny(step(2, 16), step(5, 16), step(3, 16)),
     "omega_step with momentum": Tiny(*[step(n, 16, momentum=True) for n in (2, 5, 3)]),
     "cache write": Tiny(*[written(n, 32) for n in (9, 5, 7)]),
@@ -279,6 +286,9 @@ def test_sizes_make_problems() -> None:
     made = omega.problem(T=64, D=32, H=2, chunk_size=16, momentum=1)
     assert made.name == "B1-T64-H2-D32-window4-chunk16-momentum"
     assert made.inputs(torch.float32, CPU, 0)["momentum"].shape == (1, 64, 2)
+    made = atlas.problem(T=64, D=32, H=2, chunk_size=16)
+    assert made.name == "B1-T64-H2-D32-window4-chunk16"
+    assert made.inputs(torch.float32, CPU, 0)["output_step"].shape == (1, 64, 2)
     read = polynomial.problem(T=9, D=4, B=2, H=3, V=5)
     assert read.name == "polynomial_read-B2-T9-H3-D4-V5"
     assert read.inputs(torch.float32, CPU, 0)["state"].shape == (2, 3, 14, 5)

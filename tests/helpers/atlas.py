@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import torch
 
 from fastweights import ops
-from fastweights.ops import AtlasCache, OmegaState
+from fastweights.ops import AtlasCache, OmegaState, alloc
 
-from . import inputs, omega
+from . import inputs, omega, oracle
 from .omega_cache import poisoned_pool
 
 TOKENS = ("q", "k", "v", "step", "decay", "window_gates", "momentum", "output_step")
@@ -44,6 +46,63 @@ class Case(omega.Case):
             given["output_step"][:, self.packed[-1] :] = float("nan")
         rules = {"ns_stride": self.stride, "ns_steps": self.ns_steps}
         return given | rules | {"ns_coefficients": self.ns_coefficients}
+
+
+def full(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """A call whose momenta hold a chunk and more, as NS wants them: few tokens leave directions
+    that are nothing but rounding, which it makes as large as the others.
+    """
+    given = case.arguments(seed, dtype, device)
+    return given | {"momentum": inputs.embed(0.9 + 0.1 * given["momentum"].contiguous())}
+
+
+class Means:
+    """How far an op is from float64, beside plain torch in the same dtype: the mean over seeds.
+
+    Of a momentum with small singular values Newton–Schulz blows up what is rounding, so that errors
+    have long tails. What plain torch is off by counts as no less than the oracle's floor.
+    """
+
+    def __init__(
+        self, literal: Any, arguments: Any, dtype: torch.dtype, device: torch.device,
+        seeds: Sequence[int] = (0, 1, 2, 3), grads: bool = True,
+    ) -> None:  # fmt: skip
+        self.floor = 1e-6 if dtype == torch.float32 else 1e-3
+        self.oracle = oracle.Oracle(literal, arguments, dtype, device, seeds=seeds, grads=grads)
+
+    def report(self, op: Any) -> list[str]:
+        """Results and gradients that are farther away than 1.5 times plain torch."""
+        logs: dict[str, list[float]] = {}
+        for seed in self.oracle.seeds:
+            upstream = {name: inputs.embed(x) for name, x in seed.upstream.items()}
+            draw = (lambda results, drawn=upstream: drawn) if self.oracle.grads else None
+            with alloc.poison():
+                got = oracle.run(op, seed.arguments, draw)
+            for mine, truth, yard in zip(got, seed.truth, seed.yardstick, strict=True):
+                assert list(mine) == list(truth)
+                for name, x in truth.items():
+                    assert mine[name].dtype == yard[name].dtype, name
+                    if oracle.is_floating(x) and x.numel():
+                        ours, theirs = ((y[name].double() - x).norm() for y in (mine, yard))
+                        least = max(float(theirs), self.floor * float(x.norm()), 1e-30)
+                        ratio = max(float(ours), 1e-3 * least) / least
+                        logs.setdefault(name, []).append(math.log(ratio))
+        means = {name: math.exp(sum(x) / len(x)) for name, x in logs.items()}
+        return [f"{n}: {x:.2f} × plain torch" for n, x in means.items() if not x <= 1.5]
+
+
+def shape_of(given: dict[str, Any]) -> Any:
+    """What backends and config spaces see of a call, from its keyword arguments."""
+    op = importlib.import_module("fastweights.ops.atlas.op")
+    tensors = op.AtlasTensors(omega.tensors_of(given), given["output_step"])
+    rules = {"inner_loss": "squared", "feature_map": "identity"} | given
+    rules = {"ns_stride": None, "ns_steps": 5, "ns_coefficients": "muon", "ns_eps": 1e-7} | rules
+    names = (
+        "window", "chunk_size", "inner_loss", "feature_map", "read_before", "ns_stride",
+        "ns_steps", "ns_coefficients", "ns_eps",
+    )  # fmt: skip
+    chosen = {name: rules[name] for name in names}
+    return op.atlas_shape("test", tensors, **chosen, concrete=True)
 
 
 def features_of(given: dict[str, Any]) -> dict[str, Any]:
