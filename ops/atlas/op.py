@@ -11,7 +11,7 @@ arguments, which are all that is saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ..omega.cache import check_int
 from ..omega.op import DIFFERENTIABLE, OmegaShape, OmegaTensors, check_gate, omega_shape
 
 PACKAGE = __package__
+_FIELDS = tuple(field.name for field in fields(OmegaShape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,11 @@ def with_rules(
     shape: OmegaShape, ns_stride: int, ns_numbers: Sequence[float], ns_eps: float
 ) -> AtlasShape:
     """The shape of a call that was checked."""
+    # Not vars(shape), which torch 2.11 cannot trace.
+    rules = {name: getattr(shape, name) for name in _FIELDS}
     return AtlasShape(
-        **vars(shape), ns_stride=ns_stride, ns_numbers=tuple(ns_numbers), ns_eps=ns_eps
-    )
+        **rules, ns_stride=ns_stride, ns_numbers=tuple(ns_numbers), ns_eps=ns_eps
+    )  # fmt: skip
 
 
 # ---- operators ----------------------------------------------------------------------------------
