@@ -27,7 +27,7 @@ from .triton_spaces import (
     splits_of,
 )
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
 
 SPACE_BWD = None
 NO_LIMIT = 2**30  # window of a call without one
@@ -50,11 +50,6 @@ def supports(shape: DecodeShape, arch: str) -> str | None:
     if not SPACE_FWD.fitting(bucket(shape), device):
         return f"no config fits into the shared memory of {arch}"
     return None
-
-
-def yields(shape: DecodeShape, arch: str) -> str | None:
-    """None, or why "auto" goes past these kernels though they can run the call."""
-    return None if arch == "cpu" else "its kernels have not been checked on a GPU yet"
 
 
 def fwd(shape: DecodeShape, given: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -216,8 +216,7 @@ def test_supports() -> None:
             assert reason(head_dim=width, dtype=dtype, aligned=False) is None
 
 
-def test_auto_goes_past_kernels_that_no_gpu_has_checked() -> None:
-    assert "not been checked on a GPU" in str(backend.yields(shaped(), "sm_90"))
+def test_explain() -> None:
     given = Case().arguments(0, FP32, CPU)
     said = ops.explain(ops.polar_decode, **given, backend="triton")
     assert said.backend == "triton"
