@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import replace
 from functools import partial
@@ -216,7 +217,9 @@ def test_supports() -> None:
     assert "takes window − 1 up to 8 on symmetric features, this is 9" in str(reason(window=10))
 
 
-def test_auto_waits_for_a_check_on_a_gpu() -> None:
+def test_the_backward_waits_for_a_check_on_a_gpu() -> None:
     shape = shape_of(CASE.arguments(0, torch.bfloat16, CPU))
-    assert "have not all been checked on a GPU yet" in str(backend.yields(shape, "sm_90"))
+    assert backend.yields(shape, "sm_90") is None
+    back = dataclasses.replace(shape, backward=True)
+    assert "has not passed all checks on a GPU" in str(backend.yields(back, "sm_90"))
     assert backend.yields(shape_of(Case().arguments(0, FP32, CPU)), "sm_90") is None
