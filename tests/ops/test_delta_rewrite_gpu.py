@@ -46,6 +46,11 @@ def shape_of(case: Case, dtype: torch.dtype, device: torch.device) -> Any:
     return dispatch.planned(ops.delta_rewrite, **given)[1]
 
 
+def without_empty(case: Case, dtype: torch.dtype) -> Case:
+    """In fp16 plain torch's gradients of reads of a nearly empty memory are infinite."""
+    return case.but(first=False) if dtype == FP16 else case
+
+
 # ---- against float64 ----------------------------------------------------------------------------
 
 SIZES: list[dict[str, Any]] = [
@@ -98,6 +103,8 @@ def test_empty_memories(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
 def test_rules(case: Case, dtype: str, device: torch.device) -> None:
+    if case.order == 1:
+        case = without_empty(case, DTYPES[dtype])
     check(case, DTYPES[dtype], device)
 
 
@@ -143,6 +150,7 @@ SERVED = [
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_every_config(case: Case, dtype: str, device: torch.device) -> None:
     """Of all kernels; one truth serves all of them."""
+    case = without_empty(case, DTYPES[dtype])
     truth = oracle.Oracle(
         reference.delta_rewrite, case.arguments, DTYPES[dtype], device, seeds=(0, 1)
     )  # fmt: skip
@@ -225,10 +233,7 @@ def test_keys_of_any_length(scale: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_as_auto_will_run_them(
-    dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "yields", lambda shape, arch: None)
+def test_gradients_as_auto_will_run_them(dtype: str, device: torch.device) -> None:
     case = BASE.but(heads=2)
     given = case.arguments(0, DTYPES[dtype], device)
     assert ops.explain(ops.delta_rewrite, **given).backend == "triton"
@@ -238,11 +243,8 @@ def test_gradients_as_auto_will_run_them(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_an_echo_recovers_the_state(
-    dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_echo_recovers_the_state(dtype: str, device: torch.device) -> None:
     """Through 32 segments written by these kernels: what is taken off is what was added."""
-    monkeypatch.setattr(backend, "yields", lambda shape, arch: None)
     case = Case(batch=1, heads=1, width=64, values=96, tokens=10, reads=None)
     state = torch.zeros(1, 1, case.wide, 96, device=device)
     z = torch.zeros(1, 1, case.wide, device=device)
@@ -289,7 +291,7 @@ def test_an_echo_gives_the_same_gradients(dtype: str, device: torch.device) -> N
 
 def test_repeated_backwards_have_equal_bits(device: torch.device) -> None:
     given = BASE.but(tokens=128, values=600, reads=300).arguments(0, BF16, device)
-    contracts.check_repeatable(lambda: contracts.forward_backward(OP, given), 20)
+    contracts.check_repeatable(lambda: tuple(contracts.forward_backward(OP, given).values()), 20)
 
 
 # ---- pools --------------------------------------------------------------------------------------
@@ -462,7 +464,6 @@ def test_compiled_by_inductor(mode: str, device: torch.device) -> None:
     torch._dynamo.reset()
 
 
-def test_auto_goes_past_these_kernels(device: torch.device) -> None:
-    said = ops.explain(ops.delta_rewrite, **BASE.arguments(0, BF16, device))
-    assert said.backend == "eager"
-    assert "not been checked" in said.refused["triton"]
+def test_auto_takes_these_kernels(device: torch.device) -> None:
+    given = BASE.arguments(0, BF16, device)
+    assert ops.explain(ops.delta_rewrite, **given).backend == "triton"

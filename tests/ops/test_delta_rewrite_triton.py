@@ -6,6 +6,7 @@ Compiled kernels are tested in `test_delta_rewrite_gpu.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 from collections.abc import Iterator
@@ -320,7 +321,7 @@ def test_refusals_reach_the_caller() -> None:
         OP(**BASE.arguments(0, torch.bfloat16, CPU))
 
 
-def test_explain_names_the_configs_and_auto_waits_for_a_gpu() -> None:
+def test_explain_names_the_configs() -> None:
     for case, dtype, kernels in (
         (BASE, torch.float32, {"fwd", "fwd_read"}),
         (BASE, torch.float16, {"fwd_whole"}),
@@ -329,9 +330,14 @@ def test_explain_names_the_configs_and_auto_waits_for_a_gpu() -> None:
         given = case.arguments(0, dtype, CPU)
         found = set(ops.explain(OP.func, **given, backend="triton").configs)
         assert found == kernels | {"bwd", "bwd_read"}
+
+
+def test_the_backward_waits_for_a_gpu() -> None:
     shape = tuning._compile_shape(10, 522, 64, 768)
-    assert "not been checked" in str(backend.yields(shape, "sm_90"))
-    assert backend.yields(shape, "cpu") is None
+    assert backend.yields(shape, "sm_90") is None
+    back = dataclasses.replace(shape, backward=True)
+    assert "not passed all checks" in str(backend.yields(back, "sm_90"))
+    assert backend.yields(back, "cpu") is None
 
 
 SIGNATURES = """
