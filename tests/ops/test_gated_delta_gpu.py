@@ -200,7 +200,6 @@ def test_a_call_continues_another(device: torch.device) -> None:
 VIEWS: dict[str, Any] = {
     "last axis strided": inputs.spaced,
     "misaligned": partial(inputs.embed, pad=1, offset=1),
-    "at the end of memory": inputs.at_the_end,
 }
 
 
