@@ -55,20 +55,22 @@ class Work:
         )
 
 
-# Numbers of fp32 in 4 KiB.
-PAGE = 1024
-
-
 def copy(case: Case, result: Tensor) -> Work:
-    """A floor: `y.copy_(x)` of half as many bytes as the forward moves, each read and written.
+    """A floor: as many bytes as the forward moves, half of them read and half of them written.
 
-    In whole pages: the copy of a driver takes half as long again over others. `result` stands where
-    a call has its result, on the device of all.
+    `result` stands where a call has its result, on the device of all.
     """
-    numbers = PAGE * -(-case.bytes("fwd") // (8 * PAGE))
-    x = torch.randn(numbers, device=result.device)
+    return copy_of(case.bytes("fwd") // 2, result)
+
+
+def copy_of(size: int, result: Tensor) -> Work:
+    """So many bytes read and as many written, by a kernel.
+
+    `y.copy_(x)` is a copy by the driver, which takes half as long again at some sizes.
+    """
+    x = torch.randn(size // 4, device=result.device)
     y = torch.empty_like(x)
-    return Work(lambda: (y.copy_(x),), {}, (result,))
+    return Work(lambda: (torch.mul(x, 1.0, out=y),), {}, (result,))
 
 
 @dataclass(frozen=True)

@@ -95,16 +95,16 @@ def _gpu_cases() -> list[RewriteCase]:
     headline = ("headline",)
     slots = RewriteCase(
         "write-16-slots", ("quick", "headline"), 16, 128, 0, 64, 2048, 4, contenders=(IN_PLACE,),
-        peers=("copy",), targets=(Target(IN_PLACE, "fwd", "copy", 0.75, 0.85, 0.90),),
+        peers=("copy",), targets=(Target(IN_PLACE, "fwd", "copy", 0.6, 0.75, 0.9),),
     )  # fmt: skip
     both = replace(
         slots, name="rewrite-read-16-slots", suites=headline, reads=1024, peers=("matmul", "copy"),
-        # 1.6, 1.45 and 1.3 times what it takes at the rate of a large product.
-        targets=(Target(IN_PLACE, "fwd", "matmul", 0.62, 0.69, 0.77, measure="rate"),),
+        # 2, 1.6 and 1.3 times what it takes at the rate of a large product.
+        targets=(Target(IN_PLACE, "fwd", "matmul", 0.5, 0.62, 0.77, measure="rate"),),
     )  # fmt: skip
     layer = RewriteCase(
         "rewrite-gpt2-layer", headline, 1, 10, 522, 64, 768, contenders=(FUNCTIONAL,),
-        peers=("compiled",), targets=(Target(FUNCTIONAL, "fwd", "compiled", 4.5, 5.0, 6.0),),
+        peers=("compiled",), targets=(Target(FUNCTIONAL, "fwd", "compiled", 3.0, 4.5, 6.0),),
     )  # fmt: skip
     diagonal = replace(
         slots, name="rewrite-gpt2-diagonal", suites=("extra",), rows=12, tokens=10, reads=522,

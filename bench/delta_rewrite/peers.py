@@ -14,7 +14,7 @@ from .cases import FUNCTIONAL, ORDER, RewriteCase
 from .ours import Inputs
 
 NAMES = {
-    "copy": "`y.copy_(x)` of half as many bytes, each read and written",
+    "copy": "a copy of half as many bytes, each read and written",
     "matmul": "one large torch.matmul: the rate of tensor cores",
     "compiled": "the formula in plain torch as one graph, under torch.compile",
 }

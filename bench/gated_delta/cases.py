@@ -71,11 +71,11 @@ def _gpu_cases() -> list[DeltaCase]:
     base = DeltaCase("delta-8k-h16", ("quick", "headline"), 1, 8192, 16, 128)
     few, many = PEERS[::2], (OURS, "fwd", "fla")  # 512 chunks take minutes to compile
     return [
-        replace(base, targets=(Target(*many, 1.0, 1.4),)),
+        replace(base, targets=(Target(*many, 1.0, 1.4, 2.3),)),
         replace(base, name="delta-32k-h8", suites=("headline",), tokens=32768, heads=8, peers=few,
-                targets=(Target(*many, 1.0, 2.0),)),
+                targets=(Target(*many, 1.2, 2.0, 4.0),)),
         replace(base, name="delta-8x4k-h16", suites=("headline",), batch=8, tokens=4096, peers=few,
-                targets=(Target(*many, 1.0, 1.8),)),
+                targets=(Target(*many, 1.2, 1.8, 3.0),)),
         replace(base, name="delta-8k-h16-l2norm", suites=("extra",), l2norm=True),
         # fla takes heads of queries in groups, too.
         replace(base, name="delta-8k-h64-groups", suites=("extra",), heads=64, groups=4),

@@ -13,7 +13,7 @@ from .cases import DeltaStepCase
 from .ours import Inputs, in_place, ours
 
 NAMES = {
-    "copy": "`y.copy_(x)` of half as many bytes, each read and written",
+    "copy": "a copy of half as many bytes, each read and written",
     "eager": "the op's eager backend",
     "gathered": "`pool[slots]`, a step in plain torch, `pool.index_copy_`",
     "compiled": "the same under torch.compile",

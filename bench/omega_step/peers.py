@@ -6,7 +6,7 @@ from ..family import Contender, Work, copy
 from .cases import OmegaStepCase
 from .ours import Inputs
 
-NAMES = {"copy": "`y.copy_(x)` of half as many bytes, each read and written"}
+NAMES = {"copy": "a copy of half as many bytes, each read and written"}
 
 
 def contenders(case: OmegaStepCase, names: tuple[str, ...]) -> list[Contender]:

@@ -86,7 +86,7 @@ class DecodeCase(Case):
         return replace(self, heads_k=self.heads_q, expanded=False, targets=(), peers=())
 
 
-def _of_copy(floor: float, good: float | None, aim: float) -> Target:
+def _of_copy(floor: float, good: float, aim: float) -> Target:
     return Target(OURS, "fwd", "copy", floor, good, aim)
 
 
@@ -94,12 +94,12 @@ def _gpu_cases() -> list[DecodeCase]:
     many = DecodeCase(
         "decode-b64-s8192", ("quick", "headline"), 64, 16, 4, 8192, expanded=True,
         targets=(
-            _of_copy(0.92, None, 1.0),
+            _of_copy(0.8, 0.92, 1.0),
             Target(OURS, "fwd", f"{OURS}, {EXPANDED}", 3.0),
         ),
     )  # fmt: skip
     one = DecodeCase(
-        "decode-b1-s65536", ("headline",), 1, 8, 2, 65536, targets=(_of_copy(0.65, None, 0.8),)
+        "decode-b1-s65536", ("headline",), 1, 8, 2, 65536, targets=(_of_copy(0.5, 0.65, 0.8),)
     )
     plain = replace(many, expanded=False, targets=())
     return [

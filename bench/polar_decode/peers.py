@@ -20,7 +20,7 @@ from .cases import DecodeCase
 from .ours import Inputs, call
 
 NAMES = {
-    "copy": "`y.copy_(x)` of half as many bytes, each read and written",
+    "copy": "a copy of half as many bytes, each read and written",
     "sdpa-cudnn": "torch SDPA over keys without pages, cuDNN backend",
     "sdpa-flash": "torch SDPA over keys without pages, FlashAttention-2 backend",
     "sdpa": "torch SDPA over keys without pages, whatever it picks",

@@ -10,7 +10,7 @@ from ..cases import Case, Target
 
 PEERS = ("copy", "eager", "compiled")
 OURS = "short_conv"
-TARGETS = (Target(OURS, "fwd", "copy", 0.92, 0.95, 0.97),)
+TARGETS = (Target(OURS, "fwd", "copy", 0.85, 0.92, 0.97),)
 
 
 @dataclass(frozen=True)

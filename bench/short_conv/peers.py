@@ -13,7 +13,7 @@ from .cases import ConvCase
 from .ours import Inputs, call, rules
 
 NAMES = {
-    "copy": "`y.copy_(x)` of half as many bytes as the forward moves, each read and written",
+    "copy": "a copy of half as many bytes as the forward moves, each read and written",
     "eager": "the op's eager backend: a few passes over memory in torch",
     "compiled": "taps as shifted slices in torch, fp32 in between, under torch.compile",
 }
