@@ -27,9 +27,10 @@ from .triton_spaces import (
     splits_of,
 )
 
-__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports"]
+__all__ = ["SPACE_BWD", "SPACE_FWD", "fwd", "supports", "yields"]
 
 SPACE_BWD = None
+CHECKED_GROUP = 16  # query heads of a key head
 NO_LIMIT = 2**30  # window of a call without one
 MOST_KEYS = 2**30  # of a block table: their numbers are 32 bits wide
 
@@ -49,6 +50,13 @@ def supports(shape: DecodeShape, arch: str) -> str | None:
         return f"takes block tables for up to {MOST_KEYS} keys, this is for {shape.capacity}"
     if not SPACE_FWD.fitting(bucket(shape), device):
         return f"no config fits into the shared memory of {arch}"
+    return None
+
+
+def yields(shape: DecodeShape, arch: str) -> str | None:
+    """None, or why "auto" goes past these kernels though they can run the call."""
+    if arch != "cpu" and shape.heads_q > CHECKED_GROUP * shape.heads_k:
+        return f"more than {CHECKED_GROUP} query heads a key head are not yet checked on a GPU"
     return None
 
 

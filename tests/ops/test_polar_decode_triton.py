@@ -216,6 +216,12 @@ def test_supports() -> None:
             assert reason(head_dim=width, dtype=dtype, aligned=False) is None
 
 
+def test_auto_waits_for_a_check_of_large_groups() -> None:
+    assert backend.yields(shaped(heads_q=16, heads_k=1), "sm_90") is None
+    assert "not yet checked" in str(backend.yields(shaped(heads_q=17, heads_k=1), "sm_90"))
+    assert backend.yields(shaped(heads_q=17, heads_k=1), "cpu") is None
+
+
 def test_explain() -> None:
     given = Case().arguments(0, FP32, CPU)
     said = ops.explain(ops.polar_decode, **given, backend="triton")
